@@ -1,0 +1,28 @@
+"""fullshard: Fully Sharded Data Parallel training for PyTorch.
+
+    from fullshard import fully_shard
+
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+from fullshard.runtime.api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from fullshard.runtime.clip import clip_grad_norm_
+from fullshard.runtime.init import materialize
+from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "fully_shard",
+    "materialize",
+    "register_fsdp_forward_method",
+]

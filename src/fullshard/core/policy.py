@@ -1,0 +1,83 @@
+"""What a user may decide about units, as frozen data that is validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class AfterForward(Enum):
+    """What becomes of a unit's full parameters when its forward ends."""
+
+    AUTO = "auto"  # the root keeps them if a backward follows, every other unit frees them
+    FREE = "free"
+    KEEP = "keep"
+    SHRINK = "shrink"  # keep a shard over a smaller group
+
+
+def after_forward(reshard_after_forward: bool | int | None, shard_size: int) -> AfterForward:
+    """The meaning of the public argument `reshard_after_forward` on a shard axis of `shard_size` ranks.
+
+    Raises:
+        TypeError: It is neither a bool, an int nor None.
+        ValueError: It is an int that is not a divisor of `shard_size` other than 1 and itself.
+    """
+    if reshard_after_forward is None:
+        return AfterForward.AUTO
+    if isinstance(reshard_after_forward, bool):
+        return AfterForward.FREE if reshard_after_forward else AfterForward.KEEP
+    if not isinstance(reshard_after_forward, int):
+        raise TypeError(
+            f"reshard_after_forward must be a bool, an int or None, got {type(reshard_after_forward).__name__}"
+        )
+    if not 1 < reshard_after_forward < shard_size or shard_size % reshard_after_forward:
+        divisors = [n for n in range(2, shard_size) if shard_size % n == 0]
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} must be a divisor of the shard axis size {shard_size} other "
+            f"than 1 and {shard_size} (use False for 1, True for {shard_size}); possible here: {divisors or 'none'}"
+        )
+    return AfterForward.SHRINK
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPolicy:
+    """Settings of one unit that its schedule depends on.
+
+    Attributes:
+        after_forward: See `AfterForward`.
+        keep_after_backward: Leave the parameters full after backward (saves a gather in the next microbatch).
+        unshard_in_backward: False if backward does not need the parameters (an embedding).
+        sync_gradients: False accumulates full gradients without communication.
+        sync_replicas: False skips the all-reduce over replicas (HSDP) and accumulates sharded gradients.
+        forward_prefetch: Units to gather when this one enters forward, in place of the recorded order.
+        backward_prefetch: The same for backward.
+    """
+
+    after_forward: AfterForward = AfterForward.AUTO
+    keep_after_backward: bool = False
+    unshard_in_backward: bool = True
+    sync_gradients: bool = True
+    sync_replicas: bool = True
+    forward_prefetch: tuple[int, ...] | None = None
+    backward_prefetch: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePolicy:
+    """Settings of a whole engine.
+
+    Attributes:
+        prefetch_bytes: Bytes of full buffers that may be gathered ahead of use; None means one unit, 0 none.
+        reduces_in_flight: Units whose gradients may be on the wire at once.
+        replicated: There is a replicate axis, so reduced gradients are all-reduced over it.
+    """
+
+    prefetch_bytes: int | None = None
+    reduces_in_flight: int = 1
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
+            raise ValueError(f"prefetch_bytes must be None or at least 0, got {self.prefetch_bytes}")
+        if self.reduces_in_flight < 1:
+            raise ValueError(f"reduces_in_flight must be at least 1, got {self.reduces_in_flight}")

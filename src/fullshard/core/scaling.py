@@ -1,0 +1,42 @@
+"""Factors that turn sums into means and long gradients into short ones."""
+
+from __future__ import annotations
+
+from math import inf, isinf, isnan
+
+
+def divide_factors(world_size: int, small_range: bool, override: float | None = None) -> tuple[float, float]:
+    """Factors to divide by before and after a sum over ranks, so that the result is the mean.
+
+    Args:
+        world_size: Data-parallel ranks in the sum.
+        small_range: The sum is made in a dtype with a small range (float16), which overflows if it is divided only
+            after; the division is then split evenly, to a power of two, between before and after.
+        override: Total factor to divide by in place of `world_size`.
+
+    Returns:
+        (before, after), whose product is the total factor.
+    """
+    total = float(world_size if override is None else override)
+    if not total > 0 or isinf(total):
+        raise ValueError(f"the gradient divide factor must be a positive finite number, got {override}")
+    if not small_range:
+        return 1.0, total
+    before = 1.0
+    while before * before < total:
+        before *= 2.0
+    return before, total / before
+
+
+def clip_coefficient(total_norm: float, max_norm: float) -> float:
+    """What to multiply gradients by so that their norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_`."""
+    return min(1.0, max_norm / (total_norm + 1e-6))
+
+
+def combine_norms(parts: list[float], norm_type: float) -> float:
+    """The `norm_type` norm of a vector from the norms of its pieces; NaN if any piece is NaN."""
+    if any(isnan(part) for part in parts):
+        return float("nan")
+    if norm_type == inf:
+        return max(parts, default=0.0)
+    return float(sum(part**norm_type for part in parts) ** (1.0 / norm_type))

@@ -1,0 +1,386 @@
+"""The Scheduler: events of hooks in, commands for the runtime out. The same events give the same commands on every rank.
+
+[Note: what is guaranteed]
+1. A unit that enters forward or backward is gathered and waited for before the event returns.
+2. Full buffers that no computation uses and no policy keeps are prefetches, and their bytes stay within the budget.
+3. At most `reduces_in_flight` units have gradients on the wire; at the end of backward none has.
+4. ABORT brings every unit to SHARDED from any state; the next step needs no special call.
+5. A prefetch follows the order that was recorded in the last forward. It is a hint: when the model takes another way,
+   units are gathered on demand and wrong prefetches are dropped; only speed is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fullshard.core.lifecycle import TABLE, Op, State, Step
+from fullshard.core.policy import AfterForward, SchedulePolicy, UnitPolicy
+from fullshard.errors import MisuseError
+
+# How far ahead a prefetch looks: past this many units the order is a guess that is not worth the search.
+LOOKAHEAD = 16
+# Forwards whose backward never comes (evaluation with gradients enabled) must not let the record grow without bound.
+MAX_RECORD_PER_UNIT = 64
+
+
+class EventKind(Enum):
+    """What a hook or a method reports."""
+
+    PRE_FORWARD = "pre-forward"
+    POST_FORWARD = "post-forward"
+    PRE_BACKWARD = "pre-backward"
+    POST_BACKWARD = "post-backward"
+    END_BACKWARD = "end of backward"
+    FORWARD_FAILED = "forward raised"
+    UNSHARD = "unshard"
+    SETTLE = "wait for an unshard"
+    RESHARD = "reshard"
+    CHANGED = "parameters changed"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One report.
+
+    Attributes:
+        kind: What happened.
+        unit: To which unit; -1 for events of the whole engine.
+        will_backward: POST_FORWARD: the output requires gradients, so a backward is expected.
+        more: POST_FORWARD: other modules of the same unit have not run yet in this step.
+        inside_backward: PRE_FORWARD, POST_FORWARD: autograd is running (recomputation).
+        reducible: POST_BACKWARD: the unit has parameters that require gradients.
+        units: END_BACKWARD: units that hold full gradients which no POST_BACKWARD has reported.
+        last: END_BACKWARD: wait for all reductions.
+    """
+
+    kind: EventKind
+    unit: int = -1
+    will_backward: bool = False
+    more: bool = False
+    inside_backward: bool = False
+    reducible: bool = True
+    units: tuple[int, ...] = ()
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One thing for the runtime to do to one unit."""
+
+    op: Op
+    unit: int
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {self.unit}"
+
+
+@dataclass
+class ForwardOrder:
+    """The order in which units enter forward: what is expected, how far this step has come, what it did."""
+
+    expected: list[int]
+    position: int = 0
+    recorded: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A forward of the root begins: what the last one did is expected again."""
+        if self.recorded:
+            self.expected = self.recorded
+        self.recorded = []
+        self.position = 0
+
+    def enter(self, unit: int, limit: int) -> None:
+        """`unit` enters forward."""
+        if len(self.recorded) < limit:
+            self.recorded.append(unit)
+        for start in (self.position, 0):
+            with suppress(ValueError):
+                self.position = self.expected.index(unit, start) + 1
+                return
+
+    def upcoming(self) -> list[int]:
+        """Units expected next."""
+        return self.expected[self.position : self.position + LOOKAHEAD]
+
+    def at_end(self) -> bool:
+        """Whether no further unit is expected."""
+        return self.position >= len(self.expected)
+
+
+class Scheduler:
+    """Decides for all units of one engine. Unit 0 is the root.
+
+    Args:
+        full_bytes: Bytes of each unit's full buffers, in the order of the module tree.
+        policies: Settings of each unit; the caller may replace entries between events.
+        policy: Settings of the engine.
+    """
+
+    def __init__(self, full_bytes: Sequence[int], policies: list[UnitPolicy], policy: SchedulePolicy) -> None:
+        if len(full_bytes) != len(policies):
+            raise ValueError(f"{len(full_bytes)} units but {len(policies)} policies")
+        self.full_bytes = tuple(full_bytes)
+        self.policies = policies
+        self.policy = policy
+        self.states = [State.SHARDED] * len(full_bytes)
+        self._depth = [0] * len(full_bytes)
+        self._order = ForwardOrder(list(range(len(full_bytes))))
+        # Units that left forward with a backward to come, in that order; backward takes them from the end.
+        self._to_backward: list[int] = []
+        # Units that the user unsharded ahead of use: no prefetch decision may drop them.
+        self._pinned: set[int] = set()
+        # Units whose gradients are on the wire, oldest first, each with the op that its next wait is.
+        self._reducing: list[Command] = []
+        self._out: list[Command] = []
+        self._handlers: dict[EventKind, Callable[[Event], None]] = {
+            EventKind.PRE_FORWARD: self._pre_forward,
+            EventKind.POST_FORWARD: self._post_forward,
+            EventKind.PRE_BACKWARD: self._pre_backward,
+            EventKind.POST_BACKWARD: self._post_backward,
+            EventKind.END_BACKWARD: self._end_backward,
+            EventKind.FORWARD_FAILED: self._forward_failed,
+            EventKind.UNSHARD: self._unshard,
+            EventKind.SETTLE: lambda event: self._move(event.unit, Step.SETTLE),
+            EventKind.RESHARD: self._reshard,
+            EventKind.CHANGED: self._changed,
+            EventKind.ABORT: self._abort,
+        }
+
+    def on(self, event: Event) -> tuple[Command, ...]:
+        """Take one event and return the commands that answer it, in the order in which they are to be executed."""
+        self._out = []
+        self._handlers[event.kind](event)
+        return tuple(self._out)
+
+    def at_rest(self) -> bool:
+        """Whether every unit is sharded and nothing is in flight."""
+        return not self._reducing and all(state is State.SHARDED for state in self.states)
+
+    def in_use(self) -> list[int]:
+        """Units whose forward is running."""
+        return [unit for unit, depth in enumerate(self._depth) if depth]
+
+    def prefetched_bytes(self) -> int:
+        """Bytes of full buffers that were gathered ahead of use."""
+        return sum(
+            self.full_bytes[unit]
+            for unit, state in enumerate(self.states)
+            if state is State.PREFETCHED and unit not in self._pinned
+        )
+
+    # Events of forward
+
+    def _pre_forward(self, event: Event) -> None:
+        unit = event.unit
+        self._depth[unit] += 1
+        if self.states[unit] is State.BACKWARD or event.inside_backward:
+            self._move(unit, Step.ENTER_FORWARD)
+            return
+        if unit == 0 and self._depth[0] == 1:
+            self._order.begin()
+        self._order.enter(unit, MAX_RECORD_PER_UNIT * len(self.states))
+        self._move(unit, Step.ENTER_FORWARD)
+        self._prefetch(unit, self._order.upcoming(), self.policies[unit].forward_prefetch)
+
+    def _post_forward(self, event: Event) -> None:
+        unit = event.unit
+        self._depth[unit] -= 1
+        if self._depth[unit]:
+            return
+        if event.will_backward and self.states[unit] is not State.BACKWARD:
+            self._to_backward.append(unit)
+            del self._to_backward[: -MAX_RECORD_PER_UNIT * len(self.states)]
+        self._move(unit, self._exit(event))
+        if unit == 0 and not event.inside_backward:
+            self._end_of_root_forward(event)
+
+    def _exit(self, event: Event) -> Step:
+        """How a unit leaves forward."""
+        after = self.policies[event.unit].after_forward
+        if after is AfterForward.AUTO:
+            # Without a backward to come, a kept root would only hold memory and go stale when parameters change.
+            after = AfterForward.KEEP if event.unit == 0 and event.will_backward else AfterForward.FREE
+        if after is AfterForward.KEEP:
+            return Step.EXIT_KEEP
+        if event.more or (event.inside_backward and event.will_backward):
+            # Its next use follows at once: another module of the unit, or the backward of what was recomputed.
+            return Step.EXIT_HOLD
+        if not event.will_backward:
+            return Step.EXIT_FREE
+        if self._order.at_end() and self._stash_fits(event.unit):
+            return Step.EXIT_STASH
+        return Step.EXIT_SHRINK if after is AfterForward.SHRINK else Step.EXIT_FREE
+
+    def _stash_fits(self, unit: int) -> bool:
+        """The last unit of forward is the first of backward: keeping its buffer is a prefetch that costs nothing."""
+        budget = self.policy.prefetch_bytes
+        ahead = self.prefetched_bytes()
+        return ahead == 0 if budget is None else ahead + self.full_bytes[unit] <= budget
+
+    def _end_of_root_forward(self, event: Event) -> None:
+        self._release_held()
+        # This drops prefetches that forward did not use, and gathers what backward needs first.
+        ahead = list(reversed(self._to_backward))[:LOOKAHEAD] if event.will_backward else []
+        self._prefetch(0, ahead, None)
+
+    # Events of backward
+
+    def _pre_backward(self, event: Event) -> None:
+        unit = event.unit
+        first = self.states[unit] is not State.BACKWARD
+        if self.policies[unit].unshard_in_backward:
+            self._move(unit, Step.ENTER_BACKWARD)
+        if not first or self._depth[unit]:
+            return
+        for i in range(len(self._to_backward) - 1, -1, -1):
+            if self._to_backward[i] == unit:
+                del self._to_backward[i]
+                break
+        else:
+            i = len(self._to_backward)
+        ahead = [u for u in reversed(self._to_backward[:i]) if self.policies[u].unshard_in_backward]
+        self._prefetch(unit, ahead[:LOOKAHEAD], self.policies[unit].backward_prefetch)
+
+    def _post_backward(self, event: Event) -> None:
+        unit = event.unit
+        self._move(unit, Step.LEAVE_KEEP if self.policies[unit].keep_after_backward else Step.LEAVE_FREE)
+        if not event.reducible:
+            return
+        if not self.policies[unit].sync_gradients:
+            self._emit(Op.HOLD, unit)
+            return
+        if any(pending.unit == unit for pending in self._reducing):
+            self._drain()
+        self._advance_reduces(self.policy.reduces_in_flight - 1)
+        self._emit(Op.REDUCE, unit)
+        self._reducing.append(Command(Op.WAIT_REDUCE, unit))
+
+    def _end_backward(self, event: Event) -> None:
+        left = [u for u, state in enumerate(self.states) if state is State.BACKWARD]
+        for unit in sorted(set(left) | set(event.units), reverse=True):
+            self._post_backward(Event(EventKind.POST_BACKWARD, unit, reducible=unit in event.units))
+        self._release_held()
+        self._drop_prefetched()
+        if event.last:
+            self._drain()
+
+    def _advance_reduces(self, allowed: int) -> None:
+        """Move every reduction but the newest `allowed` on by one stage."""
+        for pending in self._reducing[: max(0, len(self._reducing) - allowed)]:
+            self._advance(pending)
+
+    def _advance(self, pending: Command) -> None:
+        """Complete one stage of a reduction: the sum over the shard axis, then that over replicas if there are any."""
+        at = self._reducing.index(pending)
+        self._emit(pending.op, pending.unit)
+        if pending.op is Op.WAIT_REDUCE and self.policy.replicated and self.policies[pending.unit].sync_replicas:
+            self._emit(Op.ALL_REDUCE, pending.unit)
+            self._reducing[at] = Command(Op.WAIT_ALL_REDUCE, pending.unit)
+        else:
+            del self._reducing[at]
+
+    def _drain(self) -> None:
+        while self._reducing:
+            self._advance(self._reducing[0])
+
+    # Events of the user and of failures
+
+    def _forward_failed(self, event: Event) -> None:
+        """A forward raised: an inner unit lets go of its buffers, the outermost one aborts the step."""
+        unit = event.unit
+        if not self._depth[unit]:
+            return
+        self._depth[unit] -= 1
+        if self.states[unit] is State.BACKWARD or event.inside_backward:
+            # Activation checkpointing ends a recomputation early by raising; a real failure ends the backward itself.
+            return
+        if not self.in_use():
+            self._abort(event)
+        elif not self._depth[unit]:
+            self._move(unit, Step.ABORT)
+
+    def _unshard(self, event: Event) -> None:
+        self._pinned.add(event.unit)
+        self._move(event.unit, Step.UNSHARD)
+
+    def _reshard(self, event: Event) -> None:
+        if self.states[event.unit].in_use:
+            raise MisuseError(
+                f"unit {event.unit} cannot be resharded: its {self.states[event.unit].value} is running and needs the "
+                "full parameters; call this after the forward or backward has returned"
+            )
+        self._move(event.unit, Step.RESHARD)
+
+    def _changed(self, event: Event) -> None:
+        """The optimizer or a load wrote the shards: what was gathered before is stale."""
+        for unit, state in enumerate(self.states):
+            if not state.in_use:
+                self._move(unit, Step.RESHARD)
+
+    def _abort(self, event: Event) -> None:
+        for pending in self._reducing:
+            self._emit(Op.DISCARD, pending.unit)
+        for unit in range(len(self.states)):
+            self._move(unit, Step.ABORT)
+        self._reducing.clear()
+        self._to_backward.clear()
+        self._depth = [0] * len(self.states)
+        self._order.recorded = []
+        self._order.position = 0
+
+    # Shared
+
+    def _prefetch(self, current: int, ahead: Iterable[int], explicit: tuple[int, ...] | None) -> None:
+        """Gather units that are needed next, and drop prefetches that are not among them."""
+        wanted = explicit if explicit is not None else self._within_budget(current, ahead)
+        self._drop_prefetched(wanted)
+        for unit in wanted:
+            if self.states[unit] in (State.SHARDED, State.SECONDARY):
+                self._move(unit, Step.PREFETCH)
+
+    def _within_budget(self, current: int, ahead: Iterable[int]) -> tuple[int, ...]:
+        """The first units of `ahead` that need a buffer and together fit the budget (one unit if it is None)."""
+        budget = self.policy.prefetch_bytes
+        wanted: list[int] = []
+        used = 0
+        for unit in ahead:
+            if unit == current or unit in wanted or self._needs_no_prefetch(unit):
+                continue
+            used += self.full_bytes[unit]
+            if budget is not None and used > budget:
+                break
+            wanted.append(unit)
+            if budget is None:
+                break
+        return tuple(wanted)
+
+    def _needs_no_prefetch(self, unit: int) -> bool:
+        return unit in self._pinned or self.states[unit] in (State.KEPT, State.HELD, State.FORWARD, State.BACKWARD)
+
+    def _release_held(self) -> None:
+        for unit, state in enumerate(self.states):
+            if state is State.HELD:
+                self._move(unit, Step.RESHARD)
+
+    def _drop_prefetched(self, wanted: tuple[int, ...] = ()) -> None:
+        for unit, state in enumerate(self.states):
+            if state is State.PREFETCHED and unit not in wanted and unit not in self._pinned:
+                self._move(unit, Step.RESHARD)
+
+    def _move(self, unit: int, step: Step) -> None:
+        """The only place where a state changes, and only along the table."""
+        entry = TABLE.get((self.states[unit], step))
+        if entry is None:
+            raise AssertionError(f"unit {unit} in state {self.states[unit].value!r} cannot {step.value!r}")
+        self.states[unit], ops = entry
+        if self.states[unit] is not State.PREFETCHED:
+            self._pinned.discard(unit)
+        for op in ops:
+            self._emit(op, unit)
+
+    def _emit(self, op: Op, unit: int) -> None:
+        self._out.append(Command(op, unit))

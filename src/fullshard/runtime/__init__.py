@@ -1,0 +1,1 @@
+"""Acts on commands: tensors, streams and process groups. Takes no scheduling decision."""

@@ -1,0 +1,237 @@
+"""Builds units from modules, and engines from units."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard.core.policy import AfterForward, UnitPolicy
+from fullshard.core.spec import ParamSpec, World
+from fullshard.errors import MisuseError, UninitializedError
+from fullshard.runtime.collectives import TRANSPORTS, check_agreement
+from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names
+from fullshard.runtime.device import default_device_type
+from fullshard.runtime.engine import Engine
+from fullshard.runtime.init import wrap_reset_parameters
+from fullshard.runtime.policy import MixedPrecisionPolicy
+from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.shards import Place
+from fullshard.runtime.unit import Unit
+
+
+def make_place(mesh: DeviceMesh | None, transport: str, reshard_after_forward: bool | int | None) -> Place:
+    """Ranks and device of a unit, from the public arguments."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if mesh is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "fully_shard needs a process group: call torch.distributed.init_process_group first "
+                "(torchrun sets what it needs), or pass a mesh"
+            )
+        mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    _check_mesh(mesh)
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    axis = mesh.ndim - 1
+    world = World(
+        mesh.get_local_rank(axis), mesh.size(axis), mesh.get_local_rank(0) if mesh.ndim == 2 else 0, replicas
+    )
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return Place(mesh, world, device, transport, _secondary_group(mesh, reshard_after_forward, world.size))
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh must be 1-D (shard) or 2-D (replicate x shard), got {mesh.ndim} dims {mesh.mesh_dim_names}; "
+            "pass the data-parallel part of it, such as mesh['dp']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()} of a world of {dist.get_world_size()} ranks; "
+            "build a mesh that covers every rank that calls fully_shard"
+        )
+
+
+def _secondary_group(
+    mesh: DeviceMesh, reshard_after_forward: bool | int | None, shard_size: int
+) -> dist.ProcessGroup | None:
+    """Group of n consecutive ranks of the shard axis for `reshard_after_forward=n`."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    if not isinstance(reshard_after_forward, int) or not 1 < reshard_after_forward < shard_size:
+        return None  # `core.policy.after_forward` says what is wrong
+    if shard_size % reshard_after_forward:
+        return None
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, reshard_after_forward)).get_group(1)
+
+
+def build_unit(
+    modules: list[nn.Module],
+    place: Place,
+    precision: MixedPrecisionPolicy,
+    after: AfterForward,
+    select: tuple[PlacementFn | None, set[nn.Parameter]],
+) -> Unit:
+    """Shard what the modules hold and no other unit has.
+
+    Args:
+        modules: The modules of the unit.
+        place: Ranks and device.
+        precision: Dtypes.
+        after: What becomes of full parameters after forward.
+        select: The user's `shard_placement_fn` and `ignored_params`.
+    """
+    placement_fn, ignored = select
+    found = find_parameters(modules, ignored, placement_fn)
+    for item in found:
+        _refuse_foreign(item)
+    _claim_tied(found, modules)
+    _move_buffers(modules, place.device)
+    unit = Unit(found, place, precision, UnitPolicy(after_forward=after))
+    REGISTRY.note_sharded(unit, [item.parameter for item in found])
+    _let_reset_see_full(modules, found)
+    return unit
+
+
+def _refuse_foreign(item: Found) -> None:
+    if isinstance(item.parameter, DTensor):
+        raise ValueError(
+            f"parameter {item.spec.name!r} already is a DTensor with placements {item.parameter.placements}; "
+            "composition with tensor parallelism is not supported in this version: shard the plain module"
+        )
+
+
+def _claim_tied(found: list[Found], modules: list[nn.Module]) -> None:
+    """A parameter that an inner unit has taken, but that is registered outside of it too, moves to this unit.
+
+    This unit is full whenever the inner one's modules run, so the parameter stays one parameter, trained by every use.
+    """
+    inside = {id(module) for root in modules for module in root.modules()}
+    for item in found:
+        taken = REGISTRY.unit_that_replaced(item.parameter)
+        if taken is None:
+            continue
+        owner, name = taken
+        if owner.engine is not None or any(key not in inside for key in owner.module_ids):
+            raise ValueError(
+                f"parameter {item.spec.name!r} is tied to {name!r}, which another unit has already sharded, so its rows "
+                "would be trained by one of them only. Shard both modules as one unit: fully_shard([a, b]), or leave "
+                "both to the fully_shard call of a module that contains them"
+            )
+        member = owner.release(name)
+        item.slots[:0] = member.slots
+
+
+def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+    """Buffers are not sharded, but are needed where the parameters are."""
+    for root in modules:
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
+
+def _let_reset_see_full(modules: list[nn.Module], found: list[Found]) -> None:
+    meta = {id(slot.registry) for item in found if item.parameter.is_meta for slot in item.slots}
+    for root in modules:
+        for module in root.modules():
+            if id(module._parameters) in meta:
+                wrap_reset_parameters(module)
+
+
+def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
+    """The engine that runs `unit`; if there is none, a new one whose root is `module`."""
+    if unit.engine is not None:
+        return unit.engine
+    units, names = _units_in(module, attribute)
+    _check_initialized(module, units)
+    for other in units:
+        if other.engine is not None:
+            _take_over(other)
+    _check_same_everywhere(units, names)
+    engine = Engine(units, names)
+    for each in units:
+        each.engine = engine
+    REGISTRY.engines.add(engine)
+    return engine
+
+
+def _units_in(root: nn.Module, attribute: str) -> tuple[list[Unit], list[str]]:
+    """Units of `root` and its submodules, each with the name of its first module, in the order of the tree."""
+    labels = module_names(root)
+    units: dict[int, tuple[Unit, str]] = {}
+    for module in root.modules():
+        handle = module.__dict__.get(attribute)
+        if handle is not None:
+            units.setdefault(id(handle.unit), (handle.unit, labels[id(module)]))
+    return [unit for unit, _ in units.values()], [name for _, name in units.values()]
+
+
+def _take_over(unit: Unit) -> None:
+    """A module ran by itself before the model that contains it: its unit gets a new engine."""
+    engine = unit.engine
+    assert engine is not None
+    engine.recover()
+    if engine.scheduler.in_use() or engine.in_backward:
+        raise MisuseError(
+            f"module {unit.name or '(root)'!r} is running under its own root while the model that contains it starts; "
+            "run the outermost sharded module first"
+        )
+    engine.abort()
+    unit.engine = None
+
+
+def _check_initialized(root: nn.Module, units: list[Unit]) -> None:
+    meta = [member.spec.name for unit in units for member in unit.members if member.sharded.is_meta]
+    unfilled = [member.spec.name for unit in units if unit.unfilled for member in unit.members]
+    buffers = [
+        name
+        for name, buffer in root.named_buffers()
+        if buffer.is_meta or REGISTRY.unfilled.get(buffer, -1) == buffer._version
+    ]
+    if meta:
+        raise UninitializedError(
+            f"parameters {_some(meta)} are on the meta device; call fullshard.materialize(model), or "
+            "model.to_empty(device=...) and then initialize or load them"
+        )
+    if unfilled or buffers:
+        what = f"parameters {_some(unfilled)}" if unfilled else f"buffers {_some(buffers)}"
+        raise UninitializedError(
+            f"{what} were materialized from the meta device and never given values; initialize them "
+            "(a module's reset_parameters must set its buffers too), or load a state dict. Non-persistent buffers are "
+            "in no state dict: compute them again"
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
+    """Ranks that will exchange rows must agree on what they exchange; otherwise they would hang, or mix rows up."""
+    lines: dict[int, list[str]] = {}
+    meshes = {}
+    for unit, name in zip(units, names, strict=True):
+        key = id(unit.place.mesh)
+        meshes[key] = unit.place.mesh
+        shown = name or "(root)"
+        lines.setdefault(key, []).append(f"unit {shown!r} with {len(unit.members)} parameters, {unit.precision}")
+        lines[key].extend(_line(shown, member.spec, member.sharded.requires_grad) for member in unit.members)
+    for key, mesh in meshes.items():
+        for axis in range(mesh.ndim):
+            check_agreement(lines[key], mesh.get_group(axis))
+
+
+def _line(unit: str, spec: ParamSpec, trainable: bool) -> str:
+    state = "trainable" if trainable else "frozen"
+    return f"parameter {spec.name!r} of unit {unit!r}, shape {spec.shape}, {spec.dtype}, {state}, dim {spec.shard_dim}"
+

@@ -1,0 +1,119 @@
+"""The protocol of every transport: gather and reduce rows between ranks, asynchronously, with bounded waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from fullshard.errors import CommunicationError, PeerLostError, PeerTimeoutError
+
+
+@dataclass(slots=True)
+class GatherItem:
+    """One contiguous 1-D tensor that every rank holds a chunk of and wants whole.
+
+    Attributes:
+        label: Parameter name, for messages.
+        whole: Shape [size * chunk_numel], or [numel] where the transport moves exact chunks. The caller has put this rank's chunk in its place.
+        chunk_numel: Elements of a full chunk; rank r's chunk begins at r * chunk_numel.
+        numel: Elements that carry data; what lies beyond is padding and need not be moved.
+    """
+
+    label: str
+    whole: torch.Tensor
+    chunk_numel: int
+    numel: int
+    _chunks: list[torch.Tensor] = field(default_factory=list)
+
+    def chunks(self, size: int) -> list[torch.Tensor]:
+        """The data of each of `size` ranks. Made once: items of full buffers live as long as those."""
+        if not self._chunks:
+            self._chunks = rank_chunks(self.whole, self.chunk_numel, self.numel, size)
+        return self._chunks
+
+
+@dataclass(slots=True)
+class ReduceItem:
+    """One contiguous 1-D tensor on every rank, whose sum over ranks is wanted in chunks.
+
+    Attributes:
+        label: Parameter name, for messages.
+        source: Shape [numel], on the wire in its own dtype. It may be freed or written once the wait has returned.
+        chunk_numel: Elements of a full chunk.
+        out: Shape [this rank's elements]; its dtype is the one the sum is made in. Its old contents are lost.
+    """
+
+    label: str
+    source: torch.Tensor
+    chunk_numel: int
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Names one collective in messages and on the wire.
+
+    Attributes:
+        op: Command, such as "gather".
+        unit: Unit name.
+        tag: Number that is the same on every rank and differs between commands and units.
+    """
+
+    op: str
+    unit: str
+    tag: int
+
+
+class Pending(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> None:
+        """Make the results valid for the current stream. Raises `CommunicationError` after the time limit."""
+
+    def finish(self) -> None:
+        """Make everything that the collective reads or writes free for reuse, without needing the results."""
+
+
+class Transport(Protocol):
+    """Moves rows between the `size` ranks of one group; `rank` is this one's."""
+
+    rank: int
+    size: int
+
+    def gather(self, items: list[GatherItem], call: Call) -> Pending:
+        """Start to fill every item's `whole` from all ranks."""
+
+    def reduce(self, items: list[ReduceItem], call: Call) -> Pending:
+        """Start to sum every item over ranks into its `out`, in rank order where the transport can choose."""
+
+    def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
+        """Start to replace a contiguous 1-D tensor by its sum over ranks, bit-equal on all of them."""
+
+
+def rank_chunks(tensor: torch.Tensor, chunk_numel: int, numel: int, size: int) -> list[torch.Tensor]:
+    """Views of the first `numel` elements of a 1-D tensor, one a rank; late ones short or empty."""
+    return [tensor[min(r * chunk_numel, numel) : min((r + 1) * chunk_numel, numel)] for r in range(size)]
+
+
+def translate(error: Exception, call: Call, where: str, limit_seconds: float) -> CommunicationError:
+    """The error of this package for a backend's error.
+
+    Args:
+        error: What the backend raised.
+        call: The command it was for.
+        where: Who waited for whom, such as "rank 0 waited for rank 1 (parameter 'w')".
+        limit_seconds: Time limit of the wait.
+    """
+    text = f"{call.op} of unit {call.unit!r}: {where}"
+    lowered = str(error).lower()
+    if "timed out" in lowered or "timeout" in lowered:
+        return PeerTimeoutError(
+            f"{text}: nothing arrived within {limit_seconds:g} s. The peer is stopped, slower than the limit, or took "
+            "another way through the model (a skipped module, another number of batches, a call on one rank only). "
+            "Look at that rank's last error first."
+        )
+    if any(sign in lowered for sign in ("connection closed", "reset by peer", "broken pipe", "connection refused")):
+        return PeerLostError(f"{text}: the connection is closed, that process has ended. Look at its error first.")
+    return CommunicationError(f"{text}: {error}")

@@ -1,0 +1,142 @@
+"""Transport by the collectives of torch.distributed, for any backend: NCCL on its own streams, Gloo in its threads.
+
+Large parameters are gathered each straight into its final place (this rank's chunk is sent from that place, too), small
+ones in one packed bucket; on NCCL all of them form one coalesced launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, translate
+from fullshard.runtime.device import GATHER, REDUCE, HostStreams, Streams
+
+
+class _Started:
+    """Works of one command; on an accelerator the event after them."""
+
+    def __init__(self, transport: Native, call: Call, then: Callable[[], None] | None = None) -> None:
+        self._transport = transport
+        self._call = call
+        self._then = then
+        self.works: list[Any] = []
+        # Tensors made for this command: an accelerator may still work on them until its event is joined.
+        self.keep: list[torch.Tensor] = []
+        self.event: torch.Event | None = None
+        self._done = False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        transport = self._transport
+        try:
+            for work in self.works:
+                # On an accelerator this orders streams; on CPU it blocks, at most for the limit.
+                work.wait(transport.limit)
+        except RuntimeError as error:
+            where = f"rank {dist.get_rank()} waited for ranks {transport.global_ranks}"
+            raise translate(error, self._call, where, transport.limit.total_seconds()) from error
+        transport.streams.join(self.event)
+        self.keep.clear()
+        if self._then is not None:
+            self._then()
+
+    def finish(self) -> None:
+        self._then = None
+        self.wait()
+
+
+class Native:
+    """Transport on `torch.distributed` collectives.
+
+    Args:
+        group: Process group of the ranks that exchange rows.
+        device: Device of the tensors.
+        streams: Streams on which collectives run beside the computation.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.streams = streams
+        self._group = group
+        self._device = device
+        backend: Any = group._get_backend(device)
+        self.limit: timedelta = backend.options._timeout if hasattr(backend, "options") else timedelta(minutes=10)
+        # Gloo refuses to coalesce.
+        self._coalesces = not isinstance(streams, HostStreams)
+
+    def gather(self, items: list[GatherItem], call: Call) -> Pending:
+        """See `Transport.gather`."""
+        started = _Started(self, call)
+        with self._launch(GATHER, started):
+            for item in items:
+                own = item.whole[self.rank * item.chunk_numel : (self.rank + 1) * item.chunk_numel]
+                started.works.append(dist.all_gather_single(item.whole, own, self._group, async_op=True))
+        return started
+
+    def reduce(self, items: list[ReduceItem], call: Call) -> Pending:
+        """See `Transport.reduce`. The order of summation is the backend's."""
+        outs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def copy_out() -> None:
+            for out, received in outs:
+                out.copy_(received[: out.numel()])
+
+        started = _Started(self, call, copy_out)
+        padded = [self._padded(item) for item in items]
+        results = [self._result(item, outs) for item in items]
+        started.keep += padded + results
+        with self._launch(REDUCE, started):
+            for source, result in zip(padded, results, strict=True):
+                started.works.append(dist.reduce_scatter_single(result, source, group=self._group, async_op=True))
+        return started
+
+    def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
+        """See `Transport.all_reduce`."""
+        started = _Started(self, call)
+        with self._launch(REDUCE, started):
+            started.works.append(dist.all_reduce(tensor, group=self._group, async_op=True))
+        return started
+
+    @contextmanager
+    def _launch(self, stream: str, started: _Started) -> Iterator[None]:
+        """Issue on a side stream, coalesced into one launch where the backend can."""
+        with self.streams.side(stream):
+            if self._coalesces:
+                with _coalescing_manager(self._group, self._device, async_ops=True) as manager:
+                    yield
+                started.works[:] = [manager]
+            else:
+                yield
+            for work in started.works if self._coalesces else ():
+                work.wait()
+            started.event = self.streams.mark()
+        if self._coalesces:
+            started.works.clear()
+
+    def _padded(self, item: ReduceItem) -> torch.Tensor:
+        """The source in the dtype of the sum, padded to equal chunks; itself where it already is both."""
+        numel = item.chunk_numel * self.size
+        if item.source.numel() == numel:
+            return item.source.to(item.out.dtype)
+        padded = item.source.new_zeros(numel, dtype=item.out.dtype)
+        padded[: item.source.numel()].copy_(item.source)
+        return padded
+
+    def _result(self, item: ReduceItem, outs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Where the backend writes a chunk: `out` itself, or a full chunk to copy from if `out` is a short one."""
+        if item.out.numel() == item.chunk_numel:
+            return item.out
+        received = item.out.new_empty(item.chunk_numel)
+        outs.append((item.out, received))
+        return received

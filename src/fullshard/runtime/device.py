@@ -1,0 +1,150 @@
+"""Streams, events and buffer memory, with no-op twins on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+# Names of the two side streams.
+GATHER = "gather"
+REDUCE = "reduce"
+
+
+class Streams(Protocol):
+    """Side streams for communication beside the current (compute) stream."""
+
+    def side(self, name: str) -> contextmanager[None] | nullcontext[None]:
+        """Work inside runs on stream `name`, after everything already issued on the current stream."""
+
+    def mark(self) -> torch.Event | None:
+        """An event at this point of the current stream."""
+
+    def join(self, event: torch.Event | None) -> None:
+        """Later work on the current stream waits for `event`; the host does not."""
+
+
+class HostStreams:
+    """CPU: kernels run when they are called, so there is nothing to order."""
+
+    def side(self, name: str) -> nullcontext[None]:
+        """Nothing to switch."""
+        return nullcontext()
+
+    def mark(self) -> None:
+        """Nothing to mark."""
+
+    def join(self, event: torch.Event | None) -> None:
+        """Nothing to wait for."""
+
+
+class AcceleratorStreams:
+    """Two streams of one accelerator.
+
+    Every buffer is allocated and freed on the compute stream, and the compute stream joins a collective's event before
+    the buffer is used or freed. So the caching allocator never sees a buffer that another stream still works on, and
+    `record_stream` with its unpredictable memory is not needed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {name: torch.Stream(device) for name in (GATHER, REDUCE)}
+
+    @contextmanager
+    def side(self, name: str) -> Iterator[None]:
+        """Run on side stream `name` after what the current stream has been given so far."""
+        stream = self._streams[name]
+        stream.wait_event(self.mark())
+        with stream:
+            yield
+
+    def mark(self) -> torch.Event:
+        """Record an event on the current stream."""
+        event = torch.Event(self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def join(self, event: torch.Event | None) -> None:
+        """Let the current stream wait for `event`."""
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+
+def make_streams(device: torch.device) -> Streams:
+    """Streams for `device`."""
+    return HostStreams() if device.type in ("cpu", "meta") else AcceleratorStreams(device)  # type: ignore[return-value]
+
+
+class BufferPool:
+    """Memory for full buffers and staging, which comes and goes many times a step.
+
+    A full buffer must always appear in the *same* storage object, because autograd's saved tensors hold that object; so
+    memory moves in and out of storages. On CPU a large block fresh from the kernel costs page faults worth more than
+    the copy into it, so freed blocks are kept, up to `limit_bytes`, and put under the next storage of the same size.
+    An accelerator's caching allocator does the same by itself.
+
+    Attributes:
+        live_bytes: Bytes under storages now.
+        peak_bytes: Most bytes under storages since `reset_peak`.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self._device = device
+        self._limit_bytes = limit_bytes if device.type == "cpu" else 0
+        self._spare: list[torch.UntypedStorage] = []  # oldest first
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes kept for reuse."""
+        return sum(storage.nbytes() for storage in self._spare)
+
+    def raise_limit(self, limit_bytes: int) -> None:
+        """Keep at least `limit_bytes` of freed blocks from now on."""
+        if self._device.type == "cpu":
+            self._limit_bytes = max(self._limit_bytes, limit_bytes)
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put `nbytes` of uninitialized memory under an empty `storage`."""
+        assert storage.nbytes() == 0, "the storage already holds memory"
+        for i in range(len(self._spare) - 1, -1, -1):
+            if self._spare[i].nbytes() == nbytes:
+                storage._swap_data_ptr_(self._spare.pop(i))
+                break
+        else:
+            storage.resize_(nbytes)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def drain(self, storage: torch.UntypedStorage) -> None:
+        """Take the memory from under `storage`, which becomes empty."""
+        nbytes = storage.nbytes()
+        self.live_bytes -= nbytes
+        if not 0 < nbytes <= self._limit_bytes:
+            storage.resize_(0)
+            return
+        spare = torch.UntypedStorage(0, device=self._device)
+        spare._swap_data_ptr_(storage)
+        self._spare.append(spare)
+        while self.spare_bytes > self._limit_bytes:
+            del self._spare[0]
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of `peak_bytes`."""
+        self.peak_bytes = self.live_bytes
+
+
+def default_device_type() -> str:
+    """Device type for a mesh that the user did not give: the accelerator if the default group serves it, else CPU.
+
+    A CPU-only group on a machine with accelerators keeps the model on the CPU.
+    """
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        backends = torch.distributed.get_backend_config()
+        if accelerator is not None and f"{accelerator.type}:gloo" not in backends and accelerator.type in backends:
+            return accelerator.type
+    return "cpu"

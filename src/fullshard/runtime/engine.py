@@ -1,0 +1,196 @@
+"""Owns the units of one root, their Scheduler, their memory pool; executes commands in the order in which they come."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.core.lifecycle import Op, State
+from fullshard.core.policy import SchedulePolicy, UnitPolicy
+from fullshard.core.schedule import Command, Event, EventKind, Scheduler
+from fullshard.errors import CommunicationError, MisuseError
+from fullshard.runtime.collectives import Transport, make_transport
+from fullshard.runtime.device import BufferPool, make_streams
+from fullshard.runtime.gradients import warn_dropped
+from fullshard.runtime.unit import Links, Unit
+
+_LOG_COMMANDS = 65536
+
+_EXECUTE: dict[Op, Callable[[Unit], None]] = {
+    Op.GATHER: Unit.gather,
+    Op.GATHER_SECONDARY: Unit.gather_secondary,
+    Op.WAIT_GATHER: Unit.wait_gather,
+    Op.STASH: Unit.stash,
+    Op.SHRINK: Unit.shrink,
+    Op.FREE: Unit.free,
+    Op.HOLD: Unit.hold,
+    Op.REDUCE: Unit.reduce,
+    Op.WAIT_REDUCE: Unit.wait_reduce,
+    Op.ALL_REDUCE: Unit.all_reduce,
+    Op.WAIT_ALL_REDUCE: Unit.wait_all_reduce,
+    Op.DISCARD: Unit.discard,
+}
+
+
+class Engine:
+    """Runs the units under one root module. Unit 0 is the root's.
+
+    Args:
+        units: The root's unit first, then the others in the order of the module tree.
+        names: Qualified name of each unit's module in the root.
+
+    Attributes:
+        log: Commands executed so far, newest last, bounded.
+        is_last_backward: Whether the end of a backward waits for all reductions.
+        parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
+    """
+
+    def __init__(self, units: list[Unit], names: list[str]) -> None:
+        device = units[0].place.device
+        self.units = units
+        self.pool = BufferPool(device, 0)
+        self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
+        self.is_last_backward = True
+        self.parameters_changed = False
+        self._broken: CommunicationError | None = None
+        # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
+        self._backward: weakref.ref[Any] | None = None
+        links = _Linker(self.pool)
+        for index, (unit, name) in enumerate(zip(units, names, strict=True)):
+            unit.start(name, index, links.link(unit))
+        self._settle_memory()
+        for unit in units:
+            self.resolve_prefetch(unit)
+
+    def _settle_memory(self) -> None:
+        sizes = [unit.full_bytes for unit in self.units]
+        # The unit in use and the prefetched one: their blocks go round, so no more is worth keeping.
+        self.pool.raise_limit(2 * max(sizes))
+        self.pool.reset_peak()
+        replicated = any(unit.links.replicate is not None for unit in self.units)
+        self.scheduler = Scheduler(sizes, [unit.policy for unit in self.units], SchedulePolicy(replicated=replicated))
+
+    # Settings
+
+    def set_unit_policy(self, unit: Unit, policy: UnitPolicy) -> None:
+        """Change the settings of one unit from the next event on."""
+        self.scheduler.policies[unit.index] = policy
+
+    def resolve_prefetch(self, unit: Unit) -> None:
+        """Turn the units that `unit` wants prefetched into indices; units of other engines are left out."""
+        mine = {id(each): each.index for each in self.units}
+        indices = {
+            field: tuple(mine[id(wanted)] for wanted in units if id(wanted) in mine)
+            for field, units in unit.prefetch.items()
+        }
+        unit.policy = replace(unit.policy, **indices)
+        self.set_unit_policy(unit, unit.policy)
+
+    def set_schedule(self, **changes: Any) -> None:
+        """Change fields of the `SchedulePolicy`."""
+        self.scheduler.policy = replace(self.scheduler.policy, **changes)
+
+    # Events
+
+    def on(self, event: Event) -> None:
+        """Answer one event: decide, then act."""
+        if self._broken is not None and event.kind is not EventKind.ABORT:
+            raise MisuseError(
+                f"communication failed earlier ({self._broken}); the process group cannot be used any more, "
+                "restart the job from its last checkpoint"
+            ) from self._broken
+        for command in self.scheduler.on(event):
+            self.log.append(command)
+            try:
+                _EXECUTE[command.op](self.units[command.unit])
+            except CommunicationError as error:
+                self._broken = error
+                raise
+
+    def before_forward(self) -> None:
+        """Bring the engine to a state from which a forward may begin, whatever happened before."""
+        self.recover()
+        if self.parameters_changed and not self.in_backward:
+            self.parameters_changed = False
+            self.on(Event(EventKind.CHANGED))
+
+    def recover(self) -> None:
+        """If a backward died, bring every unit back to rest."""
+        if self._backward is not None and self._backward() is None:
+            self.abort()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is running."""
+        return self._backward is not None and self._backward() is not None
+
+    def enter_backward(self, token: Any) -> None:
+        """A backward begins; `token` lives as long as its graph task."""
+        self._backward = weakref.ref(token)
+        for unit in self.units:
+            unit.begin_backward()
+
+    def end_backward(self) -> None:
+        """Autograd has run everything of this backward."""
+        self._backward = None
+        states = self.scheduler.states
+        units = tuple(
+            unit.index
+            for unit in self.units
+            if unit.trainable and (states[unit.index] is State.BACKWARD or unit.has_full_gradients)
+        )
+        self.on(Event(EventKind.END_BACKWARD, units=units, last=self.is_last_backward))
+
+    def abort(self) -> None:
+        """Give up the current step: every unit returns to sharded, and the next step just works.
+
+        Gradients of a backward that was running are dropped; those of earlier, complete backwards are kept unless the
+        one that failed had already added to them.
+        """
+        failed_backward, self._backward = self._backward is not None, None
+        try:
+            self.on(Event(EventKind.ABORT))
+        except CommunicationError:
+            # Kept in `_broken`, and raised at the next event; here it would hide why the step was given up.
+            self._release_all()
+        if failed_backward and any([unit.undo_backward() for unit in self.units]):
+            for unit in self.units:
+                unit.clear_gradients()
+            warn_dropped()
+
+    def _release_all(self) -> None:
+        self.scheduler.on(Event(EventKind.ABORT))
+        for unit in self.units:
+            unit.register_sharded()
+
+
+class _Linker:
+    """Makes transports, one per group and kind, shared by the units."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._made: dict[tuple[int, str], Transport] = {}
+
+    def link(self, unit: Unit) -> Links:
+        place = unit.place
+        replicate = place.replicate_group
+        averages = replicate is not None and replicate.size() > 1
+        return Links(
+            self._pool,
+            self._transport(unit, place.shard_group),
+            self._transport(unit, replicate) if replicate is not None and averages else None,
+            None if place.secondary is None else self._transport(unit, place.secondary),
+        )
+
+    def _transport(self, unit: Unit, group: dist.ProcessGroup) -> Transport:
+        place = unit.place
+        key = (id(group), place.transport)
+        if key not in self._made:
+            streams = make_streams(place.device)
+            self._made[key] = make_transport(place.transport, group, place.device, self._pool, streams)
+        return self._made[key]

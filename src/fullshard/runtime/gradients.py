@@ -1,0 +1,260 @@
+"""The way of a unit's gradients: from autograd's tensors over the wire into the flat gradient shard."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.core.layout import Region, align
+from fullshard.runtime.collectives import ReduceItem
+from fullshard.runtime.storage import FlatBuffers, rows_first
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A sum over the shard axis, under way or done.
+
+    Attributes:
+        flat: Shape [gradient_numel + one usage count per parameter], in the dtype of the sum.
+        bucket: What the packed message brings: this rank's small gradients, then the usage counts.
+        complete: Every parameter had a gradient here, so the counts need not be read (reading stalls an accelerator).
+        sources: Tensors on the wire, kept until they have left.
+    """
+
+    flat: torch.Tensor
+    bucket: torch.Tensor
+    complete: bool
+    sources: list[torch.Tensor]
+
+
+class GradientFlow:
+    """Gradients of the parameters of one `FlatBuffers`.
+
+    Gradients of large parameters leave straight from the tensors that autograd made. Small ones share one bucket, which
+    also carries one count a parameter: how many ranks had a gradient. A parameter that no rank used keeps `grad` as it
+    was; one that some ranks used gets the mean with zeros for the others. So the message layout never depends on
+    which branch a rank took.
+
+    Args:
+        buffers: Parameters and their layout.
+        sharded: Sharded parameters, in the order of `buffers.specs`.
+        sum_dtype: Dtype in which gradients are summed over ranks.
+    """
+
+    def __init__(self, buffers: FlatBuffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype) -> None:
+        self.buffers = buffers
+        self.sharded = sharded
+        self.sum_dtype = sum_dtype
+        # The flat gradient shard that `sharded[i].grad` view now, and those views; None where a grad is not one of ours.
+        self.flat: torch.Tensor | None = None
+        self._bound: list[DTensor | None] = [None] * len(sharded)
+        self._held: dict[int, torch.Tensor] = {}  # full gradients that wait for a synchronizing backward
+        self._holding = False  # `hold` was called since the last reduction, on every rank alike
+        self._sum: _Sum | None = None
+        self._partial: _Sum | None = None  # sum over the shard axis that replicas have not been added to
+        self._touched = False  # this backward has bound gradients
+        self._added = False  # this backward has added to gradients of an earlier one
+
+    def trainable(self) -> list[bool]:
+        """Which parameters take part now; flags may change between steps."""
+        return [parameter.requires_grad for parameter in self.sharded]
+
+    def has_full(self) -> bool:
+        """Whether full gradients wait to be reduced."""
+        return bool(self._held) or any(full.grad is not None for full in self.buffers.full)
+
+    def hold(self) -> None:
+        """Keep full gradients without communication, in the dtype of the sum so that additions lose nothing."""
+        self._holding = True
+        for i, full in enumerate(self.buffers.full):
+            if full.grad is None:
+                continue
+            gradient = full.grad.detach()
+            full.grad = None
+            if i in self._held:
+                self._held[i].add_(gradient)
+            else:
+                self._held[i] = gradient.to(self.sum_dtype)
+
+    def begin(self, divide_before: float) -> list[ReduceItem]:
+        """Take the full gradients and return what has to be summed over the shard axis."""
+        trainable = self.trainable()
+        layout = self.buffers.layout
+        gradient_numel = layout.gradient_numel(trainable)
+        if not gradient_numel:
+            return []
+        taken = [self._take(i) if on else None for i, on in enumerate(trainable)]
+        if divide_before != 1.0:
+            taken = [None if g is None else g / divide_before for g in taken]
+        flat = self.buffers.shard.new_empty(gradient_numel + len(taken), dtype=self.sum_dtype)
+        items = [self._large_item(region, taken, flat) for region in layout.regions if self._is_large(region, trainable)]
+        bucket = self._fill_bucket(taken, min(layout.packed_numel, gradient_numel))
+        result = bucket.new_empty(bucket.shape[1])
+        items.append(ReduceItem("small parameters", bucket.view(-1), bucket.shape[1], result))
+        complete = all(g is not None for g, on in zip(taken, trainable, strict=True) if on)
+        self._sum = _Sum(flat, result, complete, [item.source for item in items])
+        self._holding = False
+        return items
+
+    def end(self) -> None:
+        """The sum over the shard axis is complete."""
+        done, self._sum = self._sum, None
+        if done is None:
+            return
+        done.sources.clear()
+        trainable = self.trainable()
+        counts = len(self.sharded)
+        gradient_numel = done.flat.numel() - counts
+        packed = min(self.buffers.layout.packed_numel, gradient_numel)
+        for start, stop in self.buffers.layout.gaps(self.buffers.world.rank, trainable):
+            done.flat[start:stop].zero_()
+        done.flat[:packed].copy_(done.bucket[:packed])
+        done.flat[gradient_numel:].copy_(done.bucket[-counts:])
+        if self._partial is None:
+            self._partial = done
+        else:
+            self._partial.flat.add_(done.flat)
+            self._partial.complete &= done.complete
+
+    def partial(self) -> torch.Tensor | None:
+        """The sum over the shard axis, 1-D, which is to be summed over replicas in place."""
+        return None if self._partial is None else self._partial.flat
+
+    def bind(self, divide_after: float) -> None:
+        """The sum is complete: make it the mean, in the stored dtype, and the `.grad` of the sharded parameters."""
+        done, self._partial = self._partial, None
+        if done is None:
+            return
+        counts = len(self.sharded)
+        used = [True] * counts if done.complete else (done.flat[-counts:] > 0.5).tolist()
+        flat = done.flat[:-counts]
+        if divide_after != 1.0:
+            flat.div_(divide_after)
+        flat = flat.to(self.buffers.shard.dtype)
+        self._touched = True
+        self._added |= any(parameter.grad is not None for parameter in self.sharded)
+        trainable = self.trainable()
+        if self.flat is not None and self.is_flat() and self.flat.numel() == flat.numel():
+            self.flat.add_(flat)
+            flat = self.flat
+        else:
+            self.flat = flat if all(p.grad is None for p in self.sharded) else None
+            self._bound = [None] * counts
+        for region in self.buffers.layout.regions:
+            if used[region.index] and trainable[region.index]:
+                self._bind_one(region, flat)
+
+    def begin_backward(self) -> None:
+        """A backward begins: what it does to gradients can be told from what was there."""
+        self._touched = False
+        self._added = self._holding or self._partial is not None
+
+    def undo_backward(self) -> bool:
+        """The backward failed: take back what it did. Returns whether that could not be done without loss."""
+        self.drop()
+        if self._touched and not self._added:
+            self.clear()
+        return self._added
+
+    def clear(self) -> None:
+        """Remove the gradients of the sharded parameters."""
+        self.flat = None
+        for parameter in self.sharded:
+            parameter.grad = None
+
+    def drop(self) -> None:
+        """Forget everything that is under way, after its messages have ended."""
+        self._sum = self._partial = None
+        self._held.clear()
+        self._holding = False
+        for full in self.buffers.full:
+            full.grad = None
+
+    def is_flat(self) -> bool:
+        """Whether the flat gradient shard still is what the parameters' `.grad` view."""
+        return self.flat is not None and all(
+            parameter.grad is bound for parameter, bound in zip(self.sharded, self._bound, strict=True)
+        )
+
+    def _bind_one(self, region: Region, flat: torch.Tensor) -> None:
+        parameter = self.sharded[region.index]
+        if parameter.grad is not None and parameter.grad is self._bound[region.index] and flat is self.flat:
+            return  # it views `flat`, which already holds the sum
+        local = self.buffers.local(region, flat)
+        if parameter.grad is not None:
+            parameter.grad._local_tensor.add_(local)
+            return
+        gradient = DTensor(local, parameter._spec, requires_grad=False)
+        parameter.grad = gradient
+        self._bound[region.index] = gradient if flat is self.flat else None
+
+    def _take(self, i: int) -> torch.Tensor | None:
+        """The full gradient of parameter i, 1-D with its rows in order, or None."""
+        full = self.buffers.full[i]
+        gradient, full.grad = full.grad, None
+        held = self._held.pop(i, None)
+        if held is not None:
+            gradient = held if gradient is None else held.add_(gradient.detach())
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        flat = rows_first(gradient.detach(), self.buffers.specs[i]).contiguous().view(-1)
+        return flat.to(self._wire_dtype())
+
+    def _wire_dtype(self) -> torch.dtype:
+        """Dtype of gradients on the wire, the same on every rank whether or not it has the gradient.
+
+        Narrow types travel as they are and are widened on arrival; accumulated or wide ones in the dtype of the sum.
+        """
+        computed = self.buffers.full[0].dtype
+        return computed if computed.itemsize < self.sum_dtype.itemsize and not self._holding else self.sum_dtype
+
+    @staticmethod
+    def _is_large(region: Region, trainable: list[bool]) -> bool:
+        return trainable[region.index] and not region.packed
+
+    def _large_item(self, region: Region, taken: list[torch.Tensor | None], flat: torch.Tensor) -> ReduceItem:
+        source = taken[region.index]
+        if source is None:
+            source = self._zeros(region)
+        out = flat.narrow(0, region.shard_offset, region.rank_numel(self.buffers.world.size, self.buffers.world.rank))
+        return ReduceItem(self.buffers.specs[region.index].name, source, region.chunk_numel, out)
+
+    def _zeros(self, region: Region) -> torch.Tensor:
+        """What a rank sends for a parameter it did not use."""
+        return self.buffers.shard.new_zeros(region.rows * region.row_numel, dtype=self._wire_dtype())
+
+    def _fill_bucket(self, taken: list[torch.Tensor | None], packed_numel: int) -> torch.Tensor:
+        """The packed message, shape [size, small gradients + counts], in the dtype of the sum."""
+        layout = self.buffers.layout
+        width = align(packed_numel + len(taken), self.sum_dtype.itemsize)
+        bucket = self.buffers.shard.new_zeros(layout.size, width, dtype=self.sum_dtype)
+        for region in layout.regions:
+            gradient = taken[region.index]
+            if gradient is None or not region.packed:
+                continue
+            target = bucket.narrow(1, region.shard_offset, region.chunk_numel)
+            if region.replicated:
+                target.copy_(gradient)
+                continue
+            whole_chunks = gradient.numel() // region.chunk_numel if region.chunk_numel else 0
+            split = whole_chunks * region.chunk_numel
+            target[:whole_chunks].copy_(gradient[:split].view(whole_chunks, -1))
+            if split < gradient.numel():
+                target[whole_chunks, : gradient.numel() - split].copy_(gradient[split:])
+        counts = [0.0 if g is None else 1.0 for g in taken]
+        bucket[:, width - len(taken) :] = bucket.new_tensor(counts)
+        return bucket
+
+
+def warn_dropped() -> None:
+    """Say that gradients were lost with a failed backward."""
+    warnings.warn(
+        "a backward failed after it had added to gradients accumulated before; all gradients were dropped. "
+        "Restart the accumulation from its first microbatch.",
+        stacklevel=2,
+    )

@@ -1,0 +1,231 @@
+"""The only file that registers hooks. Each hook turns into one event; what follows is the Scheduler's decision."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fullshard.core.lifecycle import State
+from fullshard.core.schedule import Event, EventKind
+from fullshard.errors import StaleOptimizerError
+from fullshard.runtime.engine import Engine
+from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.tree import map_tensors, tensors_in
+from fullshard.runtime.unit import Unit
+
+# Makes (or finds) the engine of a module and its unit.
+FindEngine = Callable[[nn.Module, Unit], Engine]
+
+
+class UnitHooks:
+    """Hooks of one unit on the modules that make it up.
+
+    Args:
+        unit: Whose events these are.
+        modules: One module, or several that form one group.
+        find_engine: Called at the start of every forward; makes the engine at the first.
+    """
+
+    def __init__(self, unit: Unit, modules: list[nn.Module], find_engine: FindEngine) -> None:
+        self._unit = unit
+        self._find_engine = find_engine
+        self._engine: Engine | None = None
+        self._group_size = len(modules)
+        self._ran: set[int] = set()
+        for module in modules:
+            # First of all pre-hooks, so that those of the user see full parameters; last of all hooks likewise.
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, always_call=True)
+            module.register_state_dict_pre_hook(self.pre_state_dict)
+
+    # Forward
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather; cast inputs; arrange to hear of the end of backward."""
+        unit = self._unit
+        self._engine = engine = self._find_engine(module, unit)
+        engine.before_forward()
+        dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
+        if dtype is not None:
+            args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
+        recomputing = engine.scheduler.states[unit.index] is State.BACKWARD
+        engine.on(Event(EventKind.PRE_FORWARD, unit.index, inside_backward=_autograd_runs()))
+        if torch.is_grad_enabled() and not recomputing:
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Pass the inputs that require gradients through a node whose backward runs after all of the unit's."""
+        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not tensors:
+            return args, kwargs
+        watched = _AfterBackward.apply(self.post_backward, *tensors)
+        replaced = {id(old): new for old, new in zip(tensors, watched, strict=True)}
+        return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Free; cast outputs; arrange to hear of the start of backward. Also called when the forward raised."""
+        unit, engine = self._unit, self._engine
+        if engine is None:
+            return output
+        inside = _autograd_runs()
+        if output is None and sys.exc_info()[1] is not None:
+            self._ran.clear()
+            engine.on(Event(EventKind.FORWARD_FAILED, unit.index, inside_backward=inside))
+            return output
+        if unit.precision.output_dtype is not None:
+            output = map_tensors(partial(_cast, unit.precision.output_dtype), output)
+        recomputing = engine.scheduler.states[unit.index] is State.BACKWARD
+        will_backward = not recomputing and torch.is_grad_enabled() and self._watch_outputs(output)
+        event = Event(
+            EventKind.POST_FORWARD,
+            unit.index,
+            will_backward=will_backward,
+            more=self._others_to_run(module),
+            inside_backward=inside,
+        )
+        engine.on(event)
+        return output
+
+    def _watch_outputs(self, output: Any) -> bool:
+        """Hear of the first gradient of an output. Returns whether there can be one."""
+        found = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self.pre_backward)
+                found = True
+        return found
+
+    def _others_to_run(self, module: nn.Module) -> bool:
+        """Whether modules of the same group have not run since the group was last complete."""
+        if self._group_size == 1:
+            return False
+        self._ran.add(id(module))
+        if len(self._ran) == self._group_size:
+            self._ran.clear()
+        return bool(self._ran)
+
+    def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call another method of the module as if it were its forward."""
+        args, kwargs = self.pre_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            self.post_forward(module, args, None)
+            raise
+        return self.post_forward(module, args, output)
+
+    # Backward
+
+    def pre_backward(self, gradient: torch.Tensor) -> None:
+        """A gradient of the unit's output is there: its backward begins."""
+        engine = self._engine
+        assert engine is not None
+        engine.recover()
+        if not engine.in_backward:
+            end = _EndOfBackward(engine)
+            engine.enter_backward(end)
+            Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        engine.on(Event(EventKind.PRE_BACKWARD, self._unit.index))
+
+    def post_backward(self) -> None:
+        """The gradients of all inputs are there: the unit's backward is over."""
+        engine = self._engine
+        assert engine is not None
+        engine.on(Event(EventKind.POST_BACKWARD, self._unit.index, reducible=self._unit.trainable))
+
+    # Others
+
+    def pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """A state dict holds sharded parameters, whatever came before."""
+        if self._engine is None:
+            return
+        self._engine.recover()
+        if not self._engine.scheduler.states[self._unit.index].in_use:
+            self._engine.on(Event(EventKind.RESHARD, self._unit.index))
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity on tensors; calls back when their gradients have been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.call = call
+        # Inputs that got no gradient keep none: zeros in their place would cost memory and change `grad is None`.
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        ctx.call()
+        return (None, *gradients)
+
+
+class _EndOfBackward:
+    """Called by autograd at the end of a graph task, which holds the only strong reference to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self) -> None:
+        self._engine.end_backward()
+
+
+def _autograd_runs() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+# Optimizers
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse to step on parameters that sharding took out of the model: they would never train, in silence."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if REGISTRY.checked_optimizers.get(optimizer) == len(parameters):
+        return
+    for parameter in parameters:
+        found = REGISTRY.unit_that_replaced(parameter)
+        if found is not None:
+            raise StaleOptimizerError(
+                f"this {type(optimizer).__name__} was built before fully_shard: it holds the unsharded parameter "
+                f"{found[1]!r}, which the model no longer uses, so training would change nothing. "
+                "Build the optimizer after sharding, from model.parameters()."
+            )
+    REGISTRY.checked_optimizers[optimizer] = len(parameters)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Parameters have changed: full copies from before are stale."""
+    for engine in REGISTRY.engines:
+        engine.parameters_changed = True
+
+
+class OptimizerHooks:
+    """Hooks on all optimizers of the process, registered at the first `fully_shard`."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def ensure(self) -> None:
+        """Register once."""
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(_check_optimizer),
+                register_optimizer_step_post_hook(_note_step),
+            ]
+
+
+OPTIMIZER_HOOKS = OptimizerHooks()
+
+__all__ = ["OPTIMIZER_HOOKS", "FindEngine", "OptimizerHooks", "UnitHooks"]

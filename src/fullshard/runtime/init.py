@@ -1,0 +1,150 @@
+"""Initialization of sharded parameters, one module at a time, with the same numbers as without sharding."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.storage import rows_first
+from fullshard.runtime.unit import Unit
+
+
+@contextmanager
+def full_parameters_of(module: nn.Module) -> Iterator[None]:
+    """Inside, the sharded parameters that `module` itself holds are full, plain parameters; after it, rows are kept.
+
+    Only this rank's rows are valid inside until they are written, which is what an initialization does. Written the
+    same way on every rank (same random state), the shards become those of the unsharded parameter. At most one module's
+    parameters are whole at a time, and nothing is communicated.
+    """
+    sharded = {
+        name: parameter
+        for name, parameter in module._parameters.items()
+        if parameter is not None and REGISTRY.owner.get(parameter) is not None and not parameter.is_meta
+    }
+    full = {name: _full_with_own_rows(parameter) for name, parameter in sharded.items()}
+    module._parameters.update(full)
+    try:
+        yield
+        for name, parameter in sharded.items():
+            _keep_own_rows(parameter, module._parameters[name])
+    finally:
+        module._parameters.update(sharded)
+
+
+def _place_of(parameter: nn.Parameter) -> tuple[Unit, Any, Any]:
+    """Unit, flow and region of a sharded parameter."""
+    unit: Unit = REGISTRY.owner[parameter]()
+    for flow in unit.flows:
+        for region in flow.buffers.layout.regions:
+            if flow.sharded[region.index] is parameter:
+                return unit, flow, region
+    raise AssertionError("the unit does not hold the parameter that it owns")
+
+
+def _rows(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """This rank's rows in a full tensor."""
+    _, flow, region = _place_of(parameter)
+    spec, world = flow.buffers.specs[region.index], flow.buffers.world
+    if spec.replicated:
+        return full
+    start, stop = region.rank_rows(world.size, world.rank)
+    return rows_first(full, spec)[start:stop]
+
+
+def _own(parameter: nn.Parameter) -> torch.Tensor:
+    """The flat shard's rows of a parameter, in the shape of `_rows`."""
+    _, flow, region = _place_of(parameter)
+    spec = flow.buffers.specs[region.index]
+    local = flow.buffers.local(region)
+    return local if spec.replicated else rows_first(local, spec)
+
+
+def _full_with_own_rows(parameter: nn.Parameter) -> nn.Parameter:
+    with torch.no_grad():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        _rows(parameter, full).copy_(_own(parameter))
+    return nn.Parameter(full, requires_grad=parameter.requires_grad)
+
+
+def _keep_own_rows(parameter: nn.Parameter, full: torch.Tensor | None) -> None:
+    if full is None or tuple(full.shape) != tuple(parameter.shape):
+        raise ValueError(
+            f"the initialization replaced a parameter of shape {tuple(parameter.shape)} by "
+            f"{None if full is None else tuple(full.shape)}; it may only write values"
+        )
+    with torch.no_grad():
+        _own(parameter).copy_(_rows(parameter, full.detach()))
+
+
+def wrap_reset_parameters(module: nn.Module) -> None:
+    """Let the next `module.reset_parameters()` see full parameters, once; for modules sharded on the meta device."""
+    original = getattr(module, "reset_parameters", None)
+    if original is None:
+        return
+    reference = weakref.ref(module)
+
+    def reset_parameters(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        assert target is not None
+        del target.__dict__["reset_parameters"]
+        with full_parameters_of(target):
+            return type(target).reset_parameters(target, *args, **kwargs)  # type: ignore[attr-defined]
+
+    module.__dict__["reset_parameters"] = reset_parameters
+
+
+def materialize(
+    model: nn.Module, device: torch.device | str | None = None, init_fn: Callable[[nn.Module], None] | None = None
+) -> None:
+    """Give a model that was sharded on the meta device memory for its shards, and initialize them.
+
+    Every rank must have the same random state; the values are then those that the unsharded model gets from the same
+    calls in the same order. Memory needed beside the shards: the parameters of one module at a time.
+
+    Args:
+        model: Module with sharded parameters on the meta device.
+        device: Device of the shards; default is that of their mesh.
+        init_fn: Called with every submodule, in the order of `model.modules()`; default calls the module's own
+            `reset_parameters` where it has one. It must write the parameters and buffers that the module itself holds.
+
+    Raises:
+        ValueError: A module holds parameters or buffers and `init_fn` is not given and it has no `reset_parameters`.
+    """
+    if device is None:
+        units = [REGISTRY.owner[p]() for p in model.parameters() if REGISTRY.owner.get(p) is not None]
+        device = units[0].place.device if units else torch.device("cpu")
+    if init_fn is None:
+        _check_can_reset(model)
+    model.to_empty(device=device)
+    for module in model.modules():
+        module.__dict__.pop("reset_parameters", None)
+        if init_fn is None and not hasattr(module, "reset_parameters"):
+            continue
+        with full_parameters_of(module):
+            (init_fn or _reset)(module)
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]
+
+
+def _check_can_reset(model: nn.Module) -> None:
+    cannot = [
+        name or "(root)"
+        for name, module in model.named_modules()
+        if (module._parameters or module._buffers) and not hasattr(module, "reset_parameters")
+    ]
+    if cannot:
+        raise ValueError(
+            f"modules {cannot} hold parameters or buffers but have no reset_parameters method; "
+            "pass init_fn to say how to initialize them"
+        )
+
+

@@ -1,0 +1,52 @@
+"""What must be findable from a tensor or from anywhere: which unit owns a parameter, which tensors hold no values yet.
+
+This is the only state of the package outside the objects that a user holds. It is keyed weakly by tensor identity, so it
+never keeps a tensor alive; it exists because an optimizer or a second `fully_shard` call meets bare tensors, and nothing
+may be written on a user's tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from fullshard.runtime.engine import Engine
+    from fullshard.runtime.unit import Unit
+
+
+class Registry:
+    """Weak tables over tensors.
+
+    Attributes:
+        replaced: Full parameter that `fully_shard` took out of a module -> (unit, parameter name).
+        owner: Sharded parameter -> its unit.
+        unfilled: Buffer that was materialized from meta -> its version at that moment.
+        engines: Engines that are alive.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:
+        """`unit` has replaced `originals`, in the order of its members."""
+        reference = weakref.ref(unit)
+        for member, original in zip(unit.members, originals, strict=True):
+            self.replaced[original] = (reference, member.spec.name)
+            self.owner[member.sharded] = reference
+
+    def unit_that_replaced(self, tensor: torch.Tensor) -> tuple[Unit, str] | None:
+        """The unit that took this full parameter, and its name there."""
+        reference, name = self.replaced.get(tensor, (None, ""))
+        unit = reference() if reference is not None else None
+        return None if unit is None else (unit, name)
+
+
+REGISTRY = Registry()

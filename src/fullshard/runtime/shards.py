@@ -1,0 +1,180 @@
+"""Turns parameters into shards: allocates flat shards, copies this rank's rows, makes the sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fullshard.core.layout import FlatLayout, Region, plan_layout
+from fullshard.core.spec import ParamSpec, World
+from fullshard.runtime.describe import Found, Slot
+from fullshard.runtime.gradients import GradientFlow
+from fullshard.runtime.policy import MixedPrecisionPolicy
+from fullshard.runtime.storage import FlatBuffers, rows_first
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a unit's ranks are.
+
+    Attributes:
+        mesh: 1-D (shard) or 2-D (replicate x shard) mesh of the data-parallel ranks.
+        world: The same as integers, from this rank's side.
+        device: Device of shards and full parameters.
+        transport: Name of the transport.
+        secondary: Group of the smaller world that `reshard_after_forward=int` names.
+    """
+
+    mesh: DeviceMesh
+    world: World
+    device: torch.device
+    transport: str = "auto"
+    secondary: dist.ProcessGroup | None = None
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the pieces of one parameter."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the same pieces, or None on a 1-D mesh."""
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+
+@dataclass(slots=True)
+class Member:
+    """One parameter of a unit."""
+
+    spec: ParamSpec
+    slots: list[Slot]
+    sharded: nn.Parameter
+
+
+def shard_parameters(
+    found: Sequence[Found], place: Place, precision: MixedPrecisionPolicy
+) -> tuple[list[Member], list[GradientFlow]]:
+    """Make sharded parameters of full ones. The full ones are left as they are; nothing is registered yet.
+
+    Returns:
+        The members in the order of `found`, and one flow a dtype.
+    """
+    members: dict[int, Member] = {}
+    flows: list[GradientFlow] = []
+    for indices in _by_dtype([item.spec for item in found]):
+        buffers = _allocate([found[i].spec for i in indices], place, found[indices[0]].parameter)
+        for region in buffers.layout.regions:
+            item = found[indices[region.index]]
+            _copy_rows(buffers, region, item.parameter)
+            sharded = _sharded_parameter(buffers, region, place, item.parameter)
+            members[indices[region.index]] = Member(item.spec, item.slots, sharded)
+        flows.append(_flow(buffers, [members[i].sharded for i in indices], precision))
+    return [members[i] for i in range(len(found))], flows
+
+
+def reflatten(members: list[Member], place: Place, precision: MixedPrecisionPolicy) -> list[GradientFlow]:
+    """New flat shards for parameters whose local tensors were replaced (moved, cast, materialized).
+
+    The sharded parameter objects stay; their local tensors become views of the new flat shards.
+    """
+    for member in members:
+        local = _local(member.sharded)
+        dtype = str(local.dtype).removeprefix("torch.")
+        member.spec = replace(member.spec, dtype=dtype, itemsize_bytes=local.element_size())
+        if local.device.type not in ("meta", place.device.type):
+            raise ValueError(
+                f"parameter {member.spec.name!r} was moved to {local.device}, but its mesh is on {place.device.type}; "
+                "build the mesh for the device that the model shall train on"
+            )
+    flows: list[GradientFlow] = []
+    with torch.inference_mode(False), torch.no_grad():
+        for indices in _by_dtype([member.spec for member in members]):
+            buffers = _allocate([members[i].spec for i in indices], place, _local(members[indices[0]].sharded))
+            for region in buffers.layout.regions:
+                sharded = members[indices[region.index]].sharded
+                local = _local(sharded)
+                if not local.is_meta:
+                    buffers.local(region).copy_(local)
+                sharded._local_tensor = buffers.local(region)  # type: ignore[attr-defined]
+            flows.append(_flow(buffers, [members[i].sharded for i in indices], precision))
+    return flows
+
+
+def is_flat(members: list[Member], flows: list[GradientFlow]) -> bool:
+    """Whether every local tensor still is a view of its flat shard."""
+    storages = {flow.buffers.shard.untyped_storage()._cdata for flow in flows}
+    return all(_local(member.sharded).untyped_storage()._cdata in storages for member in members)
+
+
+def _local(sharded: nn.Parameter) -> torch.Tensor:
+    local: torch.Tensor = sharded._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def _allocate(specs: list[ParamSpec], place: Place, like: torch.Tensor) -> FlatBuffers:
+    layout: FlatLayout = plan_layout(specs, place.world.size)
+    device = like.device if like.is_meta else place.device
+    # Zeros: padding lies between the parameters, and a norm or an optimizer may run over the whole flat shard.
+    return FlatBuffers(specs, layout, place.world, torch.zeros(layout.shard_numel, dtype=like.dtype, device=device))
+
+
+def _copy_rows(buffers: FlatBuffers, region: Region, value: torch.Tensor) -> None:
+    if value.is_meta:
+        return
+    spec, world = buffers.specs[region.index], buffers.world
+    start, stop = region.rank_rows(world.size, world.rank)
+    with torch.no_grad():
+        if spec.replicated:
+            buffers.local(region).copy_(value)
+        else:
+            rows_first(buffers.local(region), spec).copy_(rows_first(value.detach(), spec)[start:stop])
+
+
+def _sharded_parameter(buffers: FlatBuffers, region: Region, place: Place, like: nn.Parameter) -> nn.Parameter:
+    spec = buffers.specs[region.index]
+    with torch.no_grad():
+        dtensor = DTensor.from_local(
+            buffers.local(region),
+            place.mesh,
+            _placements(spec, place),
+            run_check=False,
+            shape=torch.Size(spec.shape),
+            stride=_contiguous_stride(spec.shape),
+        )
+    parameter = nn.Parameter(dtensor, requires_grad=like.requires_grad)
+    # What the user wrote on the parameter (a learning-rate scale, a name) stays with it.
+    parameter.__dict__.update(like.__dict__)
+    return parameter
+
+
+def _placements(spec: ParamSpec, place: Place) -> list[Placement]:
+    shard: Placement = Replicate() if spec.replicated else Shard(spec.shard_dim)
+    return [Replicate(), shard] if place.mesh.ndim == 2 else [shard]
+
+
+def _flow(buffers: FlatBuffers, sharded: list[nn.Parameter], precision: MixedPrecisionPolicy) -> GradientFlow:
+    return GradientFlow(buffers, sharded, precision.sum_dtype(buffers.shard.dtype))
+
+
+def _by_dtype(specs: Sequence[ParamSpec]) -> list[list[int]]:
+    """Indices of the parameters of each dtype, dtypes in the order of their first parameter."""
+    groups: dict[str, list[int]] = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(spec.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

@@ -1,0 +1,213 @@
+"""The two buffers of one unit and dtype as tensors: the flat shard, and the full buffer that comes and goes.
+
+[Note: one storage object, many blocks of memory]
+Autograd saves views of full parameters; a saved view holds the *storage object*. So each buffer has one storage object
+for life. To free it, its memory is taken away (`BufferPool.drain`); to gather again, memory is put back (`fill`).
+Writes go through `whole` tensors that share the storage but not the version counter of the parameters, so that refilling
+does not look to autograd like a forbidden in-place change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.core.layout import FlatLayout, Region, plan_layout
+from fullshard.core.spec import ParamSpec, World
+from fullshard.runtime.collectives import GatherItem
+from fullshard.runtime.device import BufferPool
+
+
+def rows_first(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """A parameter or gradient with its sharded dim moved to the front, as the buffers store it."""
+    return tensor if spec.shard_dim == 0 else tensor.movedim(spec.shard_dim, 0)
+
+
+def rows_shape(spec: ParamSpec, rows: int) -> list[int]:
+    """Shape of `rows` rows of a parameter, sharded dim first."""
+    return [rows, *(size for dim, size in enumerate(spec.shape) if dim != spec.shard_dim)]
+
+
+def as_parameter(flat: torch.Tensor, spec: ParamSpec, rows: int) -> torch.Tensor:
+    """View a 1-D range of a buffer as `rows` rows of a parameter, dims in the parameter's own order.
+
+    Sharded on a dim other than 0, the view is not contiguous: the buffers keep its rows contiguous instead.
+    """
+    if spec.replicated:
+        return flat.view(())
+    view = flat.view(rows_shape(spec, rows))
+    return view if spec.shard_dim == 0 else view.movedim(0, spec.shard_dim)
+
+
+def local_range(flat: torch.Tensor, region: Region, size: int, rank: int) -> torch.Tensor:
+    """The rows of `rank` of one parameter, 1-D, in a flat shard."""
+    return flat.narrow(0, region.shard_offset, region.rank_numel(size, rank))
+
+
+class GatherPlan:
+    """Everything one gather of a full buffer needs, made once: views of where rows come from and where they go.
+
+    Args:
+        layout: Whose chunks the ranks of the gathering group hold.
+        rank: This rank in that group.
+        source: Flat shard with that layout.
+        places: Per parameter its padded range of the full buffer, 1-D.
+        names: Parameter names, for messages.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, rank: int, source: torch.Tensor, places: list[torch.Tensor], names: list[str]
+    ) -> None:
+        self.layout = layout
+        self.source = source
+        self._rank = rank
+        self._dtype = places[0].dtype
+        self._own_chunks: list[torch.Tensor] = []  # this rank's rows of large parameters, in the full buffer
+        self._own_shards: list[torch.Tensor] = []  # the same rows, in the flat shard
+        self._items: list[GatherItem] = []
+        self._unpacked: list[torch.Tensor] = []  # small parameters in the full buffer, [size, chunk_numel] each
+        self._bucket: torch.Tensor | None = None  # [size, packed_numel], alive during a gather
+        for region in layout.regions:
+            place = places[region.index].narrow(0, 0, region.chunk_numel * layout.size)
+            if region.packed:
+                self._unpacked.append(place.view(layout.size, region.chunk_numel))
+                continue
+            own = local_range(source, region, layout.size, rank)
+            self._own_shards.append(own)
+            self._own_chunks.append(place.narrow(0, rank * region.chunk_numel, own.numel()))
+            numel = region.rows * region.row_numel
+            self._items.append(GatherItem(names[region.index], place, region.chunk_numel, numel))
+
+    def begin(self) -> list[GatherItem]:
+        """Put this rank's rows into the full buffer, which holds memory; returns what has to be exchanged."""
+        if self._own_chunks:
+            # The only bulk pass, over 1/N of the parameters; where dtypes differ it is the cast.
+            torch._foreach_copy_(self._own_chunks, self._own_shards)
+        packed = self.layout.packed_numel
+        if not packed:
+            return self._items
+        size = self.layout.size
+        self._bucket = self.source.new_empty(size, packed, dtype=self._dtype)
+        self._bucket[self._rank].copy_(self.source[:packed])
+        return [*self._items, GatherItem("small parameters", self._bucket.view(-1), packed, size * packed)]
+
+    def end(self) -> None:
+        """The exchange is complete: put the small parameters into their places."""
+        if self._bucket is None:
+            return
+        packed = (region for region in self.layout.regions if region.packed)
+        sources = [self._bucket.narrow(1, region.shard_offset, region.chunk_numel) for region in packed]
+        torch._foreach_copy_(self._unpacked, sources)
+        self._bucket = None
+
+    def drop(self) -> None:
+        """The exchange was given up."""
+        self._bucket = None
+
+
+class FlatBuffers:
+    """Flat shard and full buffer for parameters of one dtype.
+
+    Attributes:
+        specs: The parameters.
+        layout: Where they lie.
+        shard: Flat shard, shape [layout.shard_numel], in the stored dtype.
+        full: Full parameters in the order of `specs`: leaf tensors that view the full buffer. Empty until `build`.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], layout: FlatLayout, world: World, shard: torch.Tensor) -> None:
+        self.specs = tuple(specs)
+        self.layout = layout
+        self.world = world
+        self.shard = shard
+        self.full: list[torch.nn.Parameter] = []
+        self._dtype = shard.dtype
+        self._storage = torch.UntypedStorage(0, device="cpu")
+        self._places: list[torch.Tensor] = []
+        self._primary: GatherPlan | None = None
+        self._secondary: GatherPlan | None = None
+        self._gathering: GatherPlan | None = None
+
+    def local(self, region: Region, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's rows of a parameter in its own shape, from the flat shard (or `flat`, which has its offsets)."""
+        start, stop = region.rank_rows(self.world.size, self.world.rank)
+        rows = local_range(self.shard if flat is None else flat, region, self.world.size, self.world.rank)
+        return as_parameter(rows, self.specs[region.index], stop - start)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.layout.full_numel * self._dtype.itemsize
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the full buffer holds memory."""
+        return self._storage.nbytes() > 0
+
+    def build(self, pool: BufferPool, compute_dtype: torch.dtype) -> None:
+        """Make the full parameters and every view that a gather needs, once; the buffer stays empty.
+
+        Not under inference mode: its tensors could not take part in autograd later.
+        """
+        self._dtype = compute_dtype
+        self._storage = torch.UntypedStorage(0, device=self.shard.device)
+        with torch.inference_mode(False), torch.no_grad():
+            pool.fill(self._storage, self.full_bytes)
+            whole = torch.empty(0, dtype=compute_dtype, device=self.shard.device)
+            whole.set_(self._storage, 0, (self.layout.full_numel,), (1,))
+            ordered = sorted(self.layout.regions, key=lambda region: region.index)
+            self._places = [
+                whole.narrow(0, region.full_offset, region.chunk_numel * self.layout.size) for region in ordered
+            ]
+            self.full = [self._build_full(region) for region in ordered]
+            self._primary = GatherPlan(self.layout, self.world.rank, self.shard, self._places, self._names())
+            pool.drain(self._storage)
+
+    def _build_full(self, region: Region) -> torch.nn.Parameter:
+        spec = self.specs[region.index]
+        flat = torch.empty(0, dtype=self._dtype, device=self.shard.device)
+        # `set_` on a new tensor, not a view of the places: this one must have a version counter of its own.
+        flat.set_(self._storage, region.full_offset, (spec.numel,), (1,))
+        return torch.nn.Parameter(as_parameter(flat, spec, region.rows), requires_grad=False)
+
+    def _names(self) -> list[str]:
+        return [spec.name for spec in self.specs]
+
+    def begin_gather(self, pool: BufferPool, secondary: bool = False) -> list[GatherItem]:
+        """Put memory under the full buffer and this rank's rows into it; returns what has to be exchanged."""
+        self._gathering = self._secondary if secondary else self._primary
+        assert self._gathering is not None
+        pool.fill(self._storage, self.full_bytes)
+        with torch.no_grad():
+            return self._gathering.begin()
+
+    def end_gather(self) -> None:
+        """The exchange is complete: the full parameters become valid."""
+        if self._gathering is not None:
+            with torch.no_grad():
+                self._gathering.end()
+            self._gathering = None
+
+    def release(self, pool: BufferPool) -> None:
+        """Take the memory from under the full buffer and drop the secondary shard."""
+        if self._gathering is not None:
+            self._gathering.drop()
+            self._gathering = None
+        self._secondary = None
+        if self._storage.nbytes():
+            pool.drain(self._storage)
+
+    def shrink(self, pool: BufferPool, size: int, rank: int) -> None:
+        """Keep this rank's rows over a smaller group of `size` ranks in place of the full buffer."""
+        layout = plan_layout(self.specs, size)
+        with torch.inference_mode(False), torch.no_grad():
+            source = self._places[0].new_empty(layout.shard_numel)
+            for region in layout.regions:
+                start, stop = region.rank_rows(size, rank)
+                rows = self._places[region.index][start * region.row_numel : stop * region.row_numel]
+                local_range(source, region, size, rank).copy_(rows)
+            # Before the memory goes: views of an empty storage cannot be made.
+            plan = GatherPlan(layout, rank, source, self._places, self._names())
+            self.release(pool)
+            self._secondary = plan

@@ -1,0 +1,79 @@
+"""Walks over nested inputs and outputs of modules: tensors in tuples, lists, dicts, dataclasses and mappings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with `fn` applied to every tensor in it; containers are rebuilt, of the same type, only if one changed."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return _map_mapping(fn, value)
+    if isinstance(value, tuple | list):
+        return _map_sequence(fn, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(fn, value)
+    return value
+
+
+def _map_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> Any:
+    mapped = {key: map_tensors(fn, item) for key, item in value.items()}
+    if all(mapped[key] is item for key, item in value.items()):
+        return value
+    if type(value) is dict:
+        return mapped
+    if dataclasses.is_dataclass(value):
+        # Mappings that are dataclasses too (model outputs of some libraries) are built from their fields.
+        return type(value)(**mapped)
+    try:
+        return type(value)(mapped)  # type: ignore[call-arg]
+    except TypeError:
+        return mapped
+
+
+def _map_sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    mapped = [map_tensors(fn, item) for item in value]
+    if all(new is old for new, old in zip(mapped, value, strict=True)):
+        return value
+    if hasattr(value, "_fields"):  # namedtuple
+        return type(value)(*mapped)
+    return type(value)(mapped)
+
+
+def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    fields = [field for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    changes = {}
+    for field in fields:
+        old = getattr(value, field.name)
+        new = map_tensors(fn, old)
+        if new is not old:
+            changes[field.name] = new
+    if not changes:
+        return value
+    if all(field.init for field in dataclasses.fields(value)):
+        return dataclasses.replace(value, **changes)
+    copied = object.__new__(type(value))
+    copied.__dict__.update(value.__dict__)
+    copied.__dict__.update(changes)
+    return copied
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

@@ -1,0 +1,287 @@
+"""One unit: executes one command at a time for the parameters that are communicated together."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fullshard.core.policy import UnitPolicy
+from fullshard.core.scaling import divide_factors
+from fullshard.runtime.collectives import Call, Pending, Transport
+from fullshard.runtime.describe import Found
+from fullshard.runtime.device import BufferPool
+from fullshard.runtime.policy import MixedPrecisionPolicy
+from fullshard.runtime.shards import Member, Place, is_flat, reflatten, shard_parameters
+
+if TYPE_CHECKING:
+    from fullshard.runtime.engine import Engine
+
+# Numbers of the collectives of one unit and dtype, in the low bits of a tag. An all-reduce takes two.
+_GATHER, _REDUCE, _ALL_REDUCE = 0, 1, 2
+_OP_BITS = 3
+_NAME_BITS = 18
+
+
+@dataclass(slots=True)
+class Links:
+    """Transports of a unit, made when its engine starts."""
+
+    pool: BufferPool
+    shard: Transport
+    replicate: Transport | None
+    secondary: Transport | None
+
+
+class Unit:
+    """Parameters that are gathered, freed and reduced together.
+
+    Args:
+        found: The parameters, with their values (or on the meta device).
+        place: Ranks and device.
+        precision: Dtypes.
+        policy: Settings that the schedule depends on.
+
+    Attributes:
+        name: Qualified name in the engine's root; "" until the engine starts.
+        index: Number in the engine; -1 until the engine starts.
+    """
+
+    def __init__(self, found: Sequence[Found], place: Place, precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
+        self.name = ""
+        self.index = -1
+        self.place = place
+        self.precision = precision
+        self.policy = policy
+        self.engine: Engine | None = None
+        self.divide_factor: float | None = None
+        # Units that the user wants gathered when this one enters forward or backward; indices are known to an engine.
+        self.prefetch: dict[str, list[Unit]] = {}
+        # Identities of the unit's modules: a reference to the modules would be a cycle.
+        self.module_ids: set[int] = set()
+        self.members, self.flows = shard_parameters(found, place, precision)
+        # Where parameters are registered: (module's dict, name, sharded, full); full ones exist from `start` on.
+        self._swaps: list[tuple[dict[str, torch.Tensor | None], str, nn.Parameter, nn.Parameter]] = []
+        self._links: Links | None = None
+        self._gathering: list[Pending] = []
+        self._reducing: list[Pending] = []
+        # Versions of flat shards at the moment they got memory in place of the meta device.
+        self._unfilled: dict[int, int] = {}
+        self.register_sharded()
+
+    def start(self, name: str, index: int, links: Links) -> None:
+        """The engine starts: build full parameters. The unit is sharded and at rest."""
+        self.name, self.index, self._links = name, index, links
+        for flow in self.flows:
+            flow.buffers.build(links.pool, self.precision.compute_dtype(flow.buffers.shard.dtype))
+        full = {
+            id(sharded): parameter
+            for flow in self.flows
+            for sharded, parameter in zip(flow.sharded, flow.buffers.full, strict=True)
+        }
+        self._swaps = [
+            (slot.registry, slot.name, member.sharded, full[id(member.sharded)])
+            for member in self.members
+            for slot in member.slots
+        ]
+
+    def release(self, name: str) -> Member:
+        """Let another unit take over a parameter; before any engine has started."""
+        member = next(member for member in self.members if member.spec.name == name)
+        self.members.remove(member)
+        self.flows = reflatten(self.members, self.place, self.precision)
+        return member
+
+    @property
+    def unfilled(self) -> bool:
+        """Whether the shards were materialized from the meta device and never written."""
+        return any(flow.buffers.shard._version == self._unfilled.get(i) for i, flow in enumerate(self.flows))
+
+    def reflatten(self) -> None:
+        """Local tensors were replaced by the user: make flat shards of them again."""
+        if is_flat(self.members, self.flows):
+            return
+        was_meta = any(flow.buffers.shard.is_meta for flow in self.flows)
+        self.flows = reflatten(self.members, self.place, self.precision)
+        if was_meta:
+            shards = [flow.buffers.shard for flow in self.flows]
+            self._unfilled = {i: shard._version for i, shard in enumerate(shards) if shard.numel() and not shard.is_meta}
+        if self._links is not None:
+            self.start(self.name, self.index, self._links)
+
+    @property
+    def links(self) -> Links:
+        """Transports; only after `start`."""
+        assert self._links is not None, "the unit has no engine yet"
+        return self._links
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of full buffers when gathered."""
+        return sum(flow.buffers.full_bytes for flow in self.flows)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter requires gradients now."""
+        return any(member.sharded.requires_grad for member in self.members)
+
+    @property
+    def has_full_gradients(self) -> bool:
+        """Whether full gradients wait to be reduced."""
+        return any(flow.has_full() for flow in self.flows)
+
+    # Commands, one method each
+
+    def gather(self) -> None:
+        """Start to fill the full buffers from all ranks' shards."""
+        self._gather(self.links.shard, secondary=False)
+
+    def gather_secondary(self) -> None:
+        """The same from the secondary shards of the smaller group."""
+        assert self.links.secondary is not None
+        self._gather(self.links.secondary, secondary=True)
+
+    def _gather(self, transport: Transport, *, secondary: bool) -> None:
+        for number, flow in enumerate(self.flows):
+            items = flow.buffers.begin_gather(self.links.pool, secondary)
+            self._gathering.append(transport.gather(items, self._call("gather", _GATHER, number)))
+
+    def wait_gather(self) -> None:
+        """Make the full parameters valid and register them in the modules."""
+        for pending, flow in zip(self._gathering, self.flows, strict=False):
+            pending.wait()
+            flow.buffers.end_gather()
+        self.register_full()
+
+    def stash(self) -> None:
+        """Register sharded parameters but keep the full buffers, for the next gather to find."""
+        self.register_sharded()
+
+    def shrink(self) -> None:
+        """Keep rows for a smaller group in place of the full buffers."""
+        transport = self.links.secondary
+        assert transport is not None
+        self._finish_gather()
+        for flow in self.flows:
+            flow.buffers.shrink(self.links.pool, transport.size, transport.rank)
+        self.register_sharded()
+
+    def free(self) -> None:
+        """Register sharded parameters and give the full buffers back, after what is in flight has ended."""
+        self.register_sharded()
+        try:
+            self._finish_gather()
+        finally:
+            for flow in self.flows:
+                flow.buffers.release(self.links.pool)
+
+    def hold(self) -> None:
+        """Keep full gradients for a later reduce."""
+        for flow in self.flows:
+            flow.hold()
+
+    def reduce(self) -> None:
+        """Start to sum the gradients over the shard axis."""
+        before, _ = self._divide_factors()
+        for number, flow in enumerate(self.flows):
+            items = flow.begin(before)
+            if items:
+                self._reducing.append(self.links.shard.reduce(items, self._call("reduce", _REDUCE, number)))
+
+    def wait_reduce(self) -> None:
+        """The sums over the shard axis are made; without replicas they become the gradients."""
+        self._wait_reducing()
+        for flow in self.flows:
+            flow.end()
+            if self.links.replicate is None:
+                flow.bind(self._divide_factors()[1])
+
+    def all_reduce(self) -> None:
+        """Start to sum the reduced gradients over replicas."""
+        assert self.links.replicate is not None
+        for number, flow in enumerate(self.flows):
+            partial = flow.partial()
+            if partial is not None:
+                call = self._call("all-reduce", _ALL_REDUCE, number)
+                self._reducing.append(self.links.replicate.all_reduce(partial, call))
+
+    def wait_all_reduce(self) -> None:
+        """The sums over replicas are made and become the gradients."""
+        self._wait_reducing()
+        for flow in self.flows:
+            flow.bind(self._divide_factors()[1])
+
+    def discard(self) -> None:
+        """Let reductions in flight end, and forget their results and all full gradients."""
+        try:
+            for pending in self._reducing:
+                pending.finish()
+        finally:
+            self._reducing.clear()
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget full and partial gradients."""
+        for flow in self.flows:
+            flow.drop()
+
+    def begin_backward(self) -> None:
+        """See `GradientFlow.begin_backward`."""
+        for flow in self.flows:
+            flow.begin_backward()
+
+    def undo_backward(self) -> bool:
+        """See `GradientFlow.undo_backward`."""
+        return any([flow.undo_backward() for flow in self.flows])
+
+    def clear_gradients(self) -> None:
+        """Remove the gradients of the sharded parameters."""
+        for flow in self.flows:
+            flow.clear()
+
+    # Parts of commands
+
+    def _wait_reducing(self) -> None:
+        try:
+            for pending in self._reducing:
+                pending.wait()
+                pending.finish()
+        finally:
+            self._reducing.clear()
+
+    def _finish_gather(self) -> None:
+        try:
+            for pending in self._gathering:
+                pending.finish()
+        finally:
+            self._gathering.clear()
+
+    def _divide_factors(self) -> tuple[float, float]:
+        small = any(flow.sum_dtype == torch.float16 for flow in self.flows)
+        return divide_factors(self.place.world.data_parallel_size, small, self.divide_factor)
+
+    def _call(self, op: str, code: int, number: int) -> Call:
+        # The same on every rank, without a counter that could drift: ranks that run different units do not match.
+        base = zlib.crc32(f"{self.name}/{number}".encode()) & ((1 << _NAME_BITS) - 1)
+        return Call(op, self.name or "(root)", (base << _OP_BITS) | code)
+
+    # Registration
+
+    def register_full(self) -> None:
+        """Put the full parameters into the modules."""
+        for flow in self.flows:
+            for sharded, full in zip(flow.sharded, flow.buffers.full, strict=True):
+                if full.requires_grad != sharded.requires_grad:
+                    full.requires_grad_(sharded.requires_grad)
+        for registry, name, _, full in self._swaps:
+            registry[name] = full
+
+    def register_sharded(self) -> None:
+        """Put the sharded parameters into the modules."""
+        for member in self.members:
+            for slot in member.slots:
+                slot.registry[slot.name] = member.sharded
