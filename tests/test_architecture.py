@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60  # without the docstring
 MAX_ARGUMENTS = 6  # without self and cls
 MAX_ATTRIBUTES = 15
 
-# What a layer may import of fullshard; "" is the top level, the public names. The first layer that fits a module counts.
+# What a layer may import of fullshard; "" is the top level, the public names. The first layer that fits counts.
 ALLOWED_IMPORTS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "core": ("core", "errors"),
