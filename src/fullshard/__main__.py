@@ -1,0 +1,5 @@
+"""`python -m fullshard`."""
+
+from fullshard.cli import main
+
+raise SystemExit(main())

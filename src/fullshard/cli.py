@@ -1,0 +1,229 @@
+"""The command `fullshard`. The only file that reads the environment.
+
+Exit codes: 0 done, 1 error, 2 wrong usage or configuration, 4 training diverged, 75 stopped by SIGTERM after saving,
+130 stopped by Ctrl-C after saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from fullshard.errors import FullshardError
+from fullshard.train.errors import ConfigError, TrainError
+from fullshard.train.launch import is_lost_peer, launch
+from fullshard.train.plan import describe_run
+from fullshard.train.settings import Settings, load_settings, split_overrides, to_dict, to_toml
+from fullshard.train.worker import Output, run_worker
+from fullshard.train.world import Place
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+Override = tuple[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        rest, overrides = split_overrides(words)
+        options = _parser().parse_args(rest)
+        verb: Callable[[argparse.Namespace, list[Override]], int] = options.verb
+        return verb(options, overrides)
+    except TrainError as error:
+        _print_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fullshard", description="Fully Sharded Data Parallel for PyTorch.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"fullshard {_version('fullshard')}")
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(verbs)
+    _add_config(verbs)
+    env = verbs.add_parser("env", help="print versions and hardware, for a bug report", allow_abbrev=False)
+    env.add_argument("--json", action="store_true", help="as one JSON document")
+    env.set_defaults(verb=_env)
+    return parser
+
+
+def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = verbs.add_parser(
+        "train",
+        help="train a sharded language model",
+        description="Train a Llama-architecture language model on the bytes of text files, sharded over the ranks. "
+        "Starts its own ranks, or runs as one of torchrun's.",
+        epilog="Any setting can be given as --section.key VALUE; `fullshard config show` lists them.",
+        allow_abbrev=False,
+    )
+    train.add_argument("config", nargs="?", type=Path, help="TOML or YAML file; without it, all defaults")
+    train.add_argument("--nproc", metavar="N", help="ranks to start on this host (parallel.nproc)")
+    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the run")
+    train.add_argument("--dry-run", action="store_true", help="show what would be trained, and stop")
+    train.add_argument("--json", action="store_true", help="summary as one JSON document on stdout, the rest on stderr")
+    train.add_argument("--status-file", type=Path, help=argparse.SUPPRESS)  # set by our launcher for its ranks
+    train.set_defaults(verb=_train)
+
+
+def _add_config(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    config = verbs.add_parser("config", help="show or validate a configuration", allow_abbrev=False)
+    actions = config.add_subparsers(required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print the merged configuration as TOML, with the origin of each value")
+    validate = actions.add_parser("validate", help="check a configuration; exit code 2 if it is wrong")
+    for action, verb in ((show, _config_show), (validate, _config_validate)):
+        action.add_argument("config", nargs="?", type=Path, help="TOML or YAML file; without it, all defaults")
+        action.add_argument("--json", action="store_true", help="as one JSON document")
+        action.set_defaults(verb=verb)
+
+
+def _train(options: argparse.Namespace, overrides: list[Override]) -> int:
+    if options.nproc is not None:
+        overrides = [*overrides, ("parallel.nproc", options.nproc)]
+    if options.resume:
+        overrides = [*overrides, ("checkpoint.resume", "yes")]
+    settings = load_settings(options.config, overrides)
+    place = _place()
+    if options.dry_run:
+        return _show_plan(settings, options.json, place)
+    output = Output(options.json, _wants_plain(), options.status_file is not None, options.status_file)
+    if place is not None:
+        return _run_rank(settings, place, output)
+    settings.config.parallel.mesh_shape(settings.config.parallel.nproc)  # wrong sizes fail before anything starts
+    if settings.config.parallel.nproc == 1:
+        return run_worker(settings.config, Place(), output)
+    _use_loopback()
+    return launch(settings.config, lambda status: _rank_command(options, overrides, status))
+
+
+def _run_rank(settings: Settings, place: Place, output: Output) -> int:
+    """One rank under a launcher: an error also goes into the file where the launcher looks for it."""
+    handler = get_error_handler()
+    try:
+        return run_worker(settings.config, place, output)
+    except Exception as error:  # noqa: BLE001  whatever it is, the launcher must hear of it
+        handler.record_exception(error)
+        if not isinstance(error, FullshardError) and not is_lost_peer(str(error)):
+            traceback.print_exc()
+        elif not output.launched:  # our own launcher prints what is in the file, once for all ranks
+            _print_error(f"rank {place.rank}: {error}")
+        return error.exit_code if isinstance(error, TrainError) else 1
+
+
+def _rank_command(options: argparse.Namespace, overrides: list[Override], status: Path) -> list[str]:
+    command = ["-m", "fullshard", "train", "--status-file", str(status)]
+    command += [str(options.config)] if options.config is not None else []
+    command += ["--json"] if options.json else []
+    return command + [f"--{key}={value}" for key, value in overrides]
+
+
+def _show_plan(settings: Settings, as_json: bool, place: Place | None) -> int:
+    plan = describe_run(settings.config, place.size if place is not None else settings.config.parallel.nproc)
+    if as_json:
+        _say(json.dumps(plan, indent=2))
+    else:
+        for key, value in plan.items():
+            _say(f"{key.replace('_', ' '):<28}{value:,}" if isinstance(value, int) else f"{key:<28}{value}")
+    return 0
+
+
+def _config_show(options: argparse.Namespace, overrides: list[Override]) -> int:
+    settings = load_settings(options.config, overrides)
+    if options.json:
+        _say(json.dumps({"config": to_dict(settings.config), "origins": dict(settings.origins)}, indent=2))
+    else:
+        sys.stdout.write(to_toml(settings.config, settings.origins))
+    return 0
+
+
+def _config_validate(options: argparse.Namespace, overrides: list[Override]) -> int:
+    config = load_settings(options.config, overrides).config
+    config.parallel.mesh_shape(config.parallel.nproc)
+    if options.json:
+        _say(json.dumps({"valid": True}))
+    else:
+        _say(f"{options.config or 'the default configuration'} is valid.")
+    return 0
+
+
+def _env(options: argparse.Namespace, overrides: list[Override]) -> int:
+    if overrides:
+        raise ConfigError(f"`fullshard env` takes no settings, found --{overrides[0][0]}.")
+    accelerator = torch.accelerator.current_accelerator()
+    facts = {
+        "fullshard": _version("fullshard"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "accelerators": f"{torch.accelerator.device_count()} x {accelerator.type}" if accelerator else "none",
+        "backends": ", ".join(name for name in ("gloo", "nccl", "mpi") if _has_backend(name)),
+        **{name: _version(name) for name in ("torch", "numpy", "safetensors", "rich", "psutil", "PyYAML")},
+    }
+    if options.json:
+        _say(json.dumps(facts, indent=2))
+    else:
+        _say("\n".join(f"{name:<14}{value}" for name, value in facts.items()))
+    return 0
+
+
+def _has_backend(name: str) -> bool:
+    return bool(getattr(torch.distributed, f"is_{name}_available")())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _say(text: str) -> None:
+    """The result of a command, on stdout."""
+    sys.stdout.write(text + "\n")
+
+
+def _print_error(message: str) -> None:
+    console = Console(stderr=True)
+    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def _place() -> Place | None:
+    """The rank a launcher (torchrun or ours) made this process, or None."""
+    found = {name: os.environ.get(name) for name in RANK_VARIABLES}
+    if found["RANK"] is None and found["WORLD_SIZE"] is None:
+        return None
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"the environment has some but not all of {', '.join(RANK_VARIABLES)}: {', '.join(missing)} "
+            f"is missing. Start with torchrun, or unset the others."
+        )
+    rank, size, local_rank, local_size = (int(found[name] or 0) for name in RANK_VARIABLES)
+    return Place(rank, size, local_rank, local_size)
+
+
+def _wants_plain() -> bool:
+    """Plain lines instead of a live panel."""
+    return any(os.environ.get(name) for name in ("NO_COLOR", "CI")) or os.environ.get("TERM") == "dumb"
+
+
+def _use_loopback() -> None:
+    """Ranks of one host talk over loopback: the host's name may not resolve, or only to an interface that is down."""
+    for interface in ("lo", "lo0"):
+        if interface in (name for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

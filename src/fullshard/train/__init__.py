@@ -1,0 +1,1 @@
+"""A trainer on fullshard's public API: configuration, data, model, loop, checkpoints."""

@@ -1,0 +1,117 @@
+"""Starting the ranks of one host with torch's elastic launcher, and telling what became of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fullshard.train.config import Config
+from fullshard.train.errors import RankFailedError
+
+# Exit codes that a rank chooses on purpose; every other one is a failure (1).
+MEANINGFUL_CODES = (2, 4, 75, 128 + signal.SIGINT)
+SAVED_CODES = (75, 128 + signal.SIGINT)
+_SHARED_ERRORS = ("TrainError", "ConfigError", "DataError", "CheckpointError", "DivergedError")
+_LOST_PEER_SIGNS = ("PeerLostError", "PeerTimeoutError", "Connection closed by peer", "Connection reset", "Broken pipe")
+
+
+def launch(config: Config, arguments: Callable[[Path], Sequence[str]]) -> int:
+    """Run `python ARGUMENTS` as `parallel.nproc` ranks of this host and return the exit code of the whole.
+
+    `arguments` gets the file in which rank 0 leaves its exit code: when the launcher itself is told to stop, the
+    ranks save and end by themselves, and this is how it learns that they did.
+    """
+    # The launcher's own log repeats, less clearly, what is reported below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        status = Path(folder) / "status.json"
+        try:
+            elastic_launch(_launch_config(config), sys.executable)(*arguments(status))
+        except ChildFailedError as error:
+            return _explain(error)
+        except SignalException as caught:
+            return _after_signal(status, caught.sigval)
+    return 0
+
+
+def _launch_config(config: Config) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.parallel.nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # port 0: the launcher takes a free one
+        local_addr="127.0.0.1",  # never the host's name: it may not resolve, or resolve to a dead interface
+        rdzv_configs={"timeout": int(config.runtime.timeout_seconds)},
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=int(config.runtime.grace_seconds),
+    )
+
+
+def _explain(error: ChildFailedError) -> int:
+    rank, failure = min(error.failures.items(), key=_blame)
+    if failure.exitcode in SAVED_CODES:
+        return failure.exitcode
+    code = failure.exitcode if failure.exitcode in MEANINGFUL_CODES else 1
+    raise RankFailedError(describe_failure(rank, failure), code) from None
+
+
+def _blame(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
+    """Order of suspicion: a rank killed by a signal, then a rank with an error of its own, then mere victims."""
+    rank, failure = item
+    if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+        return 0, 0, rank
+    message = _message(failure)
+    victim = failure.exitcode == -signal.SIGTERM or is_lost_peer(message)
+    return (2 if victim else 1), int(failure.timestamp), rank
+
+
+def is_lost_peer(message: str) -> bool:
+    """Whether an error only says that another rank is gone: then the cause is to be found over there."""
+    return any(sign in message for sign in _LOST_PEER_SIGNS)
+
+
+def describe_failure(rank: int, failure: ProcessFailure) -> str:
+    """What happened to a rank, for people."""
+    if failure.exitcode < 0:
+        hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
+        return (
+            f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}{hint}; the other ranks were ended. "
+            f"Continue from the last checkpoint with --resume."
+        )
+    message = _message(failure)
+    kind, _, text = message.partition(": ")
+    if kind in _SHARED_ERRORS:  # every rank raised the same: which one is of no interest
+        return text
+    return f"rank {rank}: {message}" if message else f"rank {rank} ended with exit code {failure.exitcode}."
+
+
+def _message(failure: ProcessFailure) -> str:
+    """The text a rank left behind, if any."""
+    content = failure.error_file_data.get("message")
+    if isinstance(content, dict):
+        return str(content.get("message", ""))
+    return ""
+
+
+def _after_signal(status: Path, number: int) -> int:
+    try:
+        return int(json.loads(status.read_text(encoding="utf-8"))["exit_code"])
+    except (OSError, ValueError, KeyError):
+        name = signal.Signals(number).name
+        raise RankFailedError(
+            f"stopped by {name} before the ranks could save; nothing newer than the last checkpoint is kept.",
+            128 + number,
+        ) from None

@@ -1,0 +1,250 @@
+"""The training loop: steps, validation, checkpoints, stopping. One `Trainer` per rank, all in lockstep."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fullshard import clip_grad_norm_
+from fullshard.train.checkpoint import Progress, TrainState, save_checkpoint
+from fullshard.train.config import Config
+from fullshard.train.errors import DivergedError
+from fullshard.train.folder import MetricsLog, RunFolder
+from fullshard.train.loss import backward_window, evaluate, valid_tokens
+from fullshard.train.memory import StateBytes, memory_now, memory_peak, state_bytes
+from fullshard.train.optim import learning_rate, set_learning_rate
+from fullshard.train.progress import ProgressView, StepReport, bits_per_byte
+from fullshard.train.stop import StopRequest
+from fullshard.train.windows import Batch, TrainStream, ValidationWindows
+from fullshard.train.world import World
+
+Ending = Literal["finished", "preempted", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop works on."""
+
+    config: Config
+    world: World
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    stream: TrainStream
+    validation: ValidationWindows
+    corpus: str  # fingerprint
+    folder: RunFolder
+
+    def state(self) -> TrainState:
+        """The parts a checkpoint is made of."""
+        return TrainState(self.model, self.optimizer, self.world, self.config, self.corpus)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the loop ended and what it measured."""
+
+    ending: Ending
+    step: int
+    train_loss: tuple[float, float] | None  # of the first and the last step of this session
+    validation_loss: tuple[float, float | None]  # before, and after a run that was not stopped
+    seconds: float  # spent in steps
+    tokens: int  # of all ranks in those steps
+    bytes_per_rank: tuple[StateBytes, StateBytes]  # this engine (the largest rank), DDP
+    peak_memory: int  # of the largest rank
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """What every rank reports after a backward, in rank order."""
+
+    loss_sums: tuple[float, ...]
+    stops: tuple[int, ...]  # signal numbers
+    memory: tuple[int, ...]  # bytes
+    peak_memory: tuple[int, ...]
+
+
+class Trainer:
+    """Runs the configured steps from wherever `progress` says the run is."""
+
+    def __init__(self, parts: Parts, progress: Progress, view: ProgressView, stop: StopRequest) -> None:
+        self.parts = parts
+        self.view = view
+        self.stop = stop
+        self.metrics: MetricsLog | None = None
+        if parts.world.rank == 0:
+            self.metrics = MetricsLog(parts.folder.path / "metrics.jsonl", progress.step)
+        self.first_step = self.step = progress.step
+        self.position = progress.position
+        self.saved_step = progress.step if parts.folder.resumes else -1
+        self.reports: list[StepReport] = []  # the first and the last one
+        self.seconds = 0.0
+        self.bytes: tuple[StateBytes, StateBytes] | None = None
+
+    def run(self) -> Result:
+        """Train to the end, or until a stop is asked for; a checkpoint is saved in both cases."""
+        config = self.parts.config
+        before = self.validate()
+        ending: Ending = "finished"
+        while self.step < config.train.steps:
+            stop = self.train_step()
+            if stop:
+                ending = "interrupted" if stop == signal.SIGINT else "preempted"
+                self.view.note(f"{signal.Signals(stop).name}: stopping after step {self.step}; saving a checkpoint.")
+                break
+            if config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
+                self.save()
+            if config.eval.interval and self.step % config.eval.interval == 0 and self.step < config.train.steps:
+                self.validate()
+        if ending != "finished" or config.checkpoint.save_at_end:
+            self.save()
+        after = self.validate() if ending == "finished" and self.reports else None
+        return self._result(ending, before, after)
+
+    def train_step(self) -> int:
+        """One optimizer step; returns the number of the signal that asks all ranks to stop, or 0."""
+        started = time.perf_counter()
+        batches, position = self._next_batches()
+        data_seconds = time.perf_counter() - started
+        tokens, grad_norm, ranks = self._gradients(batches)
+        loss = sum(ranks.loss_sums) / tokens
+        self._check_finite(loss, grad_norm)
+        lr = self._update()
+        self.step, self.position = self.step + 1, position
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self._report(
+            StepReport(
+                step=self.step,
+                steps=self.parts.config.train.steps,
+                loss=loss,
+                max_loss=max(ranks.loss_sums) * len(ranks.loss_sums) / tokens,
+                grad_norm=grad_norm,
+                lr=lr,
+                seconds=seconds,
+                data_seconds=data_seconds,
+                tokens=tokens,
+                tokens_seen=self.position * self.parts.config.data.seq_len,
+                memory=ranks.memory,
+                peak_memory=ranks.peak_memory,
+                seconds_left=self._seconds_left(),
+            )
+        )
+        return max(ranks.stops)
+
+    def _gradients(self, batches: list[Batch]) -> tuple[int, float, RankNumbers]:
+        """(valid tokens of all ranks, norm of the clipped gradients, what every rank reports)."""
+        config, world, model = self.parts.config.train, self.parts.world, self.parts.model
+        tokens = int(world.gather_numbers([valid_tokens(batches)]).sum())
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        loss_sum = backward_window(model, batches, tokens, world.size, config.gradient_sync)
+        norm = float(clip_grad_norm_(model, config.max_grad_norm))
+        own = [loss_sum, self.stop.pending(), memory_now(world.device), memory_peak(world.device)]
+        losses, *rest = world.gather_numbers(own).T.tolist()
+        return tokens, norm, RankNumbers(tuple(losses), *(tuple(map(int, column)) for column in rest))
+
+    def _update(self) -> float:
+        """The optimizer's step; returns the learning rate it used."""
+        lr = learning_rate(self.step, self.parts.config.train.steps, self.parts.config.optim)
+        set_learning_rate(self.parts.optimizer, lr)
+        self.parts.optimizer.step()
+        if self.bytes is None:  # now parameters, gradients and optimizer state all exist
+            self.bytes = self._measure()
+        return lr
+
+    def validate(self) -> float:
+        """Mean loss of the held-out windows over all ranks, shown and logged."""
+        started = time.perf_counter()
+        batches = [self._to_device(batch) for batch in self.parts.validation.batches()]
+        sums = self.parts.world.gather_numbers(evaluate(self.parts.model, batches)).sum(dim=0)
+        loss = float(sums[0] / sums[1])
+        self.view.note(f"validation after step {self.step}: loss {loss:.4f}, {bits_per_byte(loss):.3f} bits per byte")
+        if self.metrics is not None:
+            self.metrics.write(
+                {
+                    "step": self.step,
+                    "validation_metrics/global_avg_loss": loss,
+                    "validation_metrics/bits_per_byte": bits_per_byte(loss),
+                    "time_metrics/validation(s)": time.perf_counter() - started,
+                }
+            )
+        return loss
+
+    def save(self) -> None:
+        """Save a checkpoint, unless this step already has one."""
+        if self.saved_step == self.step:
+            return
+        started = time.perf_counter()
+        keep = self.parts.config.checkpoint.keep_latest_k
+        path = save_checkpoint(
+            self.parts.folder.checkpoints, self.parts.state(), Progress(self.step, self.position), keep
+        )
+        self.saved_step = self.step
+        self.view.note(f"saved {path} in {time.perf_counter() - started:.1f} s")
+
+    def _next_batches(self) -> tuple[list[Batch], int]:
+        position = self.position
+        batches = []
+        for _ in range(self.parts.config.train.gradient_accumulation):
+            batches.append(self._to_device(self.parts.stream.batch(position)))
+            position = self.parts.stream.next_position(position)
+        return batches, position
+
+    def _to_device(self, batch: Batch) -> Batch:
+        device = self.parts.world.device
+        return Batch(batch.tokens.to(device), batch.labels.to(device))
+
+    def _check_finite(self, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        raise DivergedError(
+            f"training diverged at step {self.step + 1}: loss {loss}, gradient norm {norm}. The parameters were not "
+            f"changed by this step. "
+            + (f"The last checkpoint is step {self.saved_step}. " if self.saved_step >= 0 else "")
+            + "Lower optim.lr, lengthen optim.warmup_steps or lower train.max_grad_norm."
+        )
+
+    def _report(self, report: StepReport) -> None:
+        self.reports = [*self.reports[:1], report]
+        self.view.step(report)
+        if self.metrics is not None:
+            self.metrics.write(report.metrics())
+
+    def _seconds_left(self) -> float:
+        return self.seconds / (self.step - self.first_step) * (self.parts.config.train.steps - self.step)
+
+    def _measure(self) -> tuple[StateBytes, StateBytes]:
+        """(bytes of the rank that holds most, bytes DDP would hold per rank)."""
+        local, full = state_bytes(self.parts.model, self.parts.optimizer)
+        rows = self.parts.world.gather_numbers([local.parameters, local.gradients, local.optimizer])
+        largest = rows[int(rows.sum(dim=1).argmax())]
+        return StateBytes(*map(int, largest.tolist())), full
+
+    def _result(self, ending: Ending, before: float, after: float | None) -> Result:
+        peak = self.parts.world.gather_numbers([memory_peak(self.parts.world.device)])
+        if self.metrics is not None:
+            self.metrics.close()
+        losses = [report.loss for report in self.reports]
+        nothing = StateBytes(0, 0, 0)
+        return Result(
+            ending=ending,
+            step=self.step,
+            train_loss=(losses[0], losses[-1]) if losses else None,
+            validation_loss=(before, after),
+            seconds=self.seconds,
+            tokens=sum_tokens(self.reports),
+            bytes_per_rank=self.bytes or (nothing, nothing),
+            peak_memory=int(peak.max()),
+        )
+
+
+def sum_tokens(reports: list[StepReport]) -> int:
+    """Tokens of all ranks from the first to the last report."""
+    if not reports:
+        return 0
+    return reports[-1].tokens_seen - reports[0].tokens_seen + reports[0].tokens

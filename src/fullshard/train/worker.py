@@ -1,0 +1,152 @@
+"""One rank of a training run: join the others, build model and data, train, sum up."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.train.checkpoint import Progress, changed_settings, find_latest, load_checkpoint, read_manifest
+from fullshard.train.config import Config
+from fullshard.train.corpus import INDEX_FILE, build_corpus, open_corpus
+from fullshard.train.errors import CheckpointError
+from fullshard.train.folder import choose_folder
+from fullshard.train.generate import generate
+from fullshard.train.llama import build_llama
+from fullshard.train.optim import build_optimizer
+from fullshard.train.progress import ProgressView, SilentProgress, make_progress
+from fullshard.train.stop import StopRequest, listening
+from fullshard.train.summary import make_summary, print_summary
+from fullshard.train.trainer import Parts, Result, Trainer
+from fullshard.train.windows import TrainStream, ValidationWindows
+from fullshard.train.world import Place, World, joined
+
+EXIT_CODES = {"finished": 0, "preempted": 75, "interrupted": 128 + signal.SIGINT}
+RNG_STRIDE = 1_000_003  # ranks draw from different streams (dropout, sampling), the weights from train.seed alone
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a rank talks: set by the command line."""
+
+    as_json: bool = False
+    plain: bool = False
+    launched: bool = False  # by our own launcher
+    status_file: Path | None = None  # where rank 0 tells the launcher how the run ended
+
+    def console(self) -> Console:
+        """Where people read; with --json the summary has stdout for itself."""
+        return Console(stderr=self.as_json)
+
+
+def run_worker(config: Config, place: Place, output: Output) -> int:
+    """Train as rank `place.rank` and return the exit code; errors are raised, the same on every rank."""
+    console = output.console()
+    view: ProgressView = SilentProgress()
+    if place.rank == 0:
+        view = make_progress(console, output.plain, config.run.log_interval)
+    with listening(output.launched) as stop, joined(config, place) as world, view:
+        parts, progress = prepare(config, world, view)
+        result, summary = train(parts, progress, view, stop)
+    if place.rank == 0:
+        print_summary(console, summary)
+        if output.as_json:
+            sys.stdout.write(json.dumps(summary, indent=2) + "\n")
+            sys.stdout.flush()
+        if output.status_file is not None:
+            output.status_file.write_text(json.dumps({"exit_code": EXIT_CODES[result.ending]}), encoding="utf-8")
+    return EXIT_CODES[result.ending]
+
+
+def prepare(config: Config, world: World, view: ProgressView) -> tuple[Parts, Progress]:
+    """Run folder, corpus, sharded model, optimizer, and where to start."""
+    folder = world.on_first(lambda: choose_folder(config))
+    world.on_first(lambda: folder.create(config))
+    # A resumed run reads the text it began with, even when the files it came from have changed since.
+    if not (folder.resumes and (folder.corpus / INDEX_FILE).exists()):
+        view.note(f"reading text from {', '.join(config.data.paths)}")
+        world.on_first(lambda: build_corpus(config.data, folder.corpus))
+    corpus = world.on_all(lambda: open_corpus(folder.corpus))[world.rank]
+    batch, length = config.train.micro_batch_size, config.data.seq_len
+    stream = TrainStream(corpus.train, length, batch, world.rank, world.size, config.train.seed)
+    validation = ValidationWindows(corpus.valid, length, batch, world.rank, world.size, config.eval.windows)
+    model = build_sharded(config, world)
+    optimizer = build_optimizer(model, config.optim)
+    torch.manual_seed(config.train.seed + RNG_STRIDE * (world.rank + 1))
+    parts = Parts(config, world, model, optimizer, stream, validation, corpus.fingerprint, folder)
+    view.note(_headline(parts, corpus.files))
+    progress = resume(parts, view) if folder.resumes else Progress(step=0, position=0)
+    return parts, progress
+
+
+def build_sharded(config: Config, world: World) -> nn.Module:
+    """The model, each block a unit and the rest in the root unit; weights depend on train.seed alone."""
+    model = build_llama(config.model, config.train.seed, config.train.activation_checkpointing == "full")
+    model.to(world.device)
+    bf16 = config.train.precision == "bf16"
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+    options: dict[str, Any] = {
+        "mesh": world.mesh,
+        "reshard_after_forward": config.parallel.reshard_after_forward,
+        "transport": config.parallel.transport,
+    }
+    if policy is not None:
+        options["mp_policy"] = policy
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    # The root keeps its own parameters between forward and backward anyway: gathering them twice would buy nothing.
+    fully_shard(model, **{**options, "reshard_after_forward": None})
+    return model
+
+
+def resume(parts: Parts, view: ProgressView) -> Progress:
+    """Load the newest checkpoint of the run folder."""
+    path, warnings = parts.world.on_first(lambda: find_latest(parts.folder.checkpoints))
+    for warning in warnings:
+        view.note(f"warning: {warning}")
+    if path is None:
+        raise CheckpointError(f"nothing to resume: no complete checkpoint in {parts.folder.checkpoints}.")
+    _warn_about_changes(parts, path, view)
+    progress = load_checkpoint(path, parts.state())
+    view.note(f"resumed from {path}: step {progress.step}")
+    return progress
+
+
+def train(parts: Parts, progress: Progress, view: ProgressView, stop: StopRequest) -> tuple[Result, dict[str, Any]]:
+    """Run the loop, sample, sum up."""
+    trainer = Trainer(parts, progress, view, stop)
+    result = trainer.run()
+    run = parts.config.run
+    sample = b""
+    if run.sample_bytes and result.ending == "finished":
+        prompt = run.sample_prompt.encode()
+        sample = generate(parts.model, prompt, run.sample_bytes, run.sample_temperature, parts.config.train.seed)
+    summary = make_summary(parts, result, sample)
+    parts.world.on_first(lambda: parts.folder.write_summary(summary))
+    return result, summary
+
+
+def _warn_about_changes(parts: Parts, path: Path, view: ProgressView) -> None:
+    manifest = parts.world.on_first(lambda: read_manifest(path, parts.state()))
+    _, bending = changed_settings(manifest["config"], parts.config)
+    for change in bending:
+        view.note(f"warning: {change}; the losses will differ from those of an uninterrupted run.")
+
+
+def _headline(parts: Parts, files: int) -> str:
+    config, world = parts.config, parts.world
+    count = sum(parameter.numel() for parameter in parts.model.parameters())
+    tokens = config.train.micro_batch_size * config.train.gradient_accumulation * config.data.seq_len * world.size
+    return (
+        f"{count / 1e6:.2f} M parameters over {world.size} ranks ({world.device.type}, {config.train.precision}, "
+        f"{torch.get_num_threads()} threads each); {len(parts.stream.text):,} bytes of text from {files} files, "
+        f"{len(parts.validation.text):,} held out; {tokens:,} tokens a step; run folder {parts.folder.path}"
+    )
