@@ -1,0 +1,218 @@
+"""`fullshard train` as a user starts it: real processes, exit codes, signals, a rank that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fullshard.cli import main
+
+SOURCE = Path(__file__).parents[2] / "src"
+CONFIG = """
+[model]
+hidden_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+intermediate_size = 48
+[data]
+paths = ["{folder}/text"]
+seq_len = 32
+validation_fraction = 0.2
+[train]
+steps = {steps}
+micro_batch_size = 2
+[eval]
+windows = 4
+[parallel]
+nproc = 2
+[runtime]
+timeout_seconds = 30
+[run]
+folder = "{folder}/runs"
+name = "a"
+log_interval = 1
+sample_bytes = 4
+"""
+
+
+def write_config(folder: Path, steps: int) -> Path:
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, " * 30)
+    path = folder / "a.toml"
+    path.write_text(CONFIG.format(folder=folder, steps=steps))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """Ours, so that the package is found whether or not it is installed; CI=1 asks for plain lines."""
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "CI": "1", "OMP_NUM_THREADS": "1"}
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fullshard", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of two ranks that has done three steps and would go on for long."""
+    process = start("train", write_config(tmp_path, steps=100_000))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step     3/"):
+            break
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert process.poll() is None, process.communicate()
+    yield process
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for child in alive:
+        child.kill()
+    assert not alive, "ranks outlived the command"
+
+
+def checkpoints(folder: Path) -> list[str]:
+    root = folder / "runs" / "a" / "checkpoint"
+    return sorted(path.name for path in root.iterdir()) if root.exists() else []
+
+
+def test_json_summary_is_one_document_on_stdout(tmp_path: Path) -> None:
+    code, out, err = finish(start("train", write_config(tmp_path, steps=3), "--json", "--train.seed", "5"))
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["ending"] == "finished"
+    assert (summary["ranks"], summary["step"]) == (2, 3)
+    assert summary["tokens"] == 3 * 2 * 2 * 32
+    assert 0.45 < summary["bytes_per_rank"]["ratio"] < 0.55
+    assert summary["validation_loss"]["after"] < summary["validation_loss"]["before"]
+    assert summary["sample"].startswith("def ")
+    assert "bytes held per rank" in err
+    folder = Path(summary["run_folder"])
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert checkpoints(tmp_path) == ["latest", "step-3"]
+    again, out, err = finish(start("train", folder / "config.toml", "--json", "--nproc", "1", "--train.steps=1"))
+    assert again == 0, err
+    assert json.loads(out)["run_folder"] == str(folder) + "-2"
+    assert "seed = 5" in (folder / "config.toml").read_text()
+
+
+def test_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "fullshard", "train"]
+    command += [str(write_config(tmp_path, steps=2)), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+
+
+def test_killed_rank_ends_the_command_with_its_name(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    ranks = {child.environ()["RANK"]: child for child in psutil.Process(training.pid).children()}
+    ranks["1"].kill()
+    code, _, err = finish(training)
+    assert code == 1
+    assert f"rank 1 (pid {ranks['1'].pid}) was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+def test_stopped_run_saves_and_can_be_resumed(
+    training: subprocess.Popen[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    training.send_signal(number)
+    found, out, err = finish(training)
+    assert found == code, err
+    latest, saved = checkpoints(tmp_path)
+    step = int(saved.removeprefix("step-"))
+    assert f"{number.name}: stopping after step {step}; saving a checkpoint." in out
+    assert (latest, step >= 3) == ("latest", True)
+    if number == signal.SIGINT:
+        return
+    again = start("train", tmp_path / "a.toml", "--resume", "--train.steps", step + 2, "--json")
+    found, out, err = finish(again)
+    assert found == 0, err
+    assert json.loads(out)["step"] == step + 2
+    assert f"train.steps was 100000, is {step + 2}; the losses will differ" in err
+
+
+def test_error_in_the_ranks_is_printed_once(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=3)
+    code, out, err = finish(start("train", config, "--data.paths", tmp_path / "nowhere"))
+    assert code == 1
+    assert err.count("there is no file or folder") == 1
+    assert "Traceback" not in err + out
+
+
+# -- in this process: nothing is started -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nothere.toml"], "there is no configuration file nothere.toml"),
+        (["train", "--optim.lrr", "1"], "Did you mean optim.lr?"),
+        (["train", "--nproc", "two"], "expected a whole number"),
+        (["train", "--parallel.dp_replicate", "2"], "needs 2 ranks, but 1 are started"),
+        (["config", "validate", "--train.steps", "0"], "expected at least 1"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_checkpoint_is_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", "--resume", "--run.folder", str(tmp_path)]) == 1
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_dry_run_shows_sizes_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, steps=3))
+    assert main(["train", config, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["ranks"] == 2
+    assert plan["bytes_per_rank_of_ddp"] == 16 * plan["parameters"]
+    assert plan["bytes_per_rank"] * 2 == plan["bytes_per_rank_of_ddp"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_config_show_tells_where_values_come_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", "show", str(write_config(tmp_path, steps=3)), "--optim.lr", "0.5"]) == 0
+    out = capsys.readouterr().out
+    for line in ("lr = 0.5  # command line", "steps = 3  # a.toml", "seed = 0  # default"):
+        assert line in out
+
+
+def test_env_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["backends"].startswith("gloo")
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("fullshard ")
+
+
+def test_wrong_environment_of_a_launcher_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train"]) == 2
+    assert "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE is missing" in capsys.readouterr().err

@@ -1,0 +1,313 @@
+"""The trainer on a few ranks: losses, resuming, accumulation, checkpoints that must be refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from cluster import Cluster
+from fullshard.train import checkpoint
+from fullshard.train.checkpoint import MANIFEST_FILE, Progress, find_latest, local_part, rank_file, save_checkpoint
+from fullshard.train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from fullshard.train.errors import CheckpointError, DivergedError, TrainError
+from fullshard.train.generate import generate
+from fullshard.train.llama import build_llama
+from fullshard.train.loss import backward_window, token_loss_sum
+from fullshard.train.progress import SilentProgress, StepReport
+from fullshard.train.stop import StopRequest
+from fullshard.train.trainer import Trainer
+from fullshard.train.windows import IGNORED_LABEL, Batch
+from fullshard.train.worker import build_sharded, prepare, train
+from fullshard.train.world import Place, World
+
+SMALL = ModelConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48
+)
+STEPS = 8
+
+
+def make_config(folder: Path, **train_options: Any) -> Config:
+    text = folder / "text"
+    if not text.exists():
+        text.mkdir()
+        for number in range(30):
+            (text / f"{number}.txt").write_text(f"{number} is what this line says. " * 40)
+    return Config(
+        model=SMALL,
+        data=DataConfig(paths=(str(text),), seq_len=16, validation_fraction=0.2),
+        train=TrainConfig(**{"steps": STEPS, "micro_batch_size": 2, **train_options}),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2),
+        eval=EvalConfig(windows=7),
+        run=RunConfig(folder=str(folder / "runs"), name="a", sample_bytes=0),
+    )
+
+
+def make_world(rank: int, replicas: int = 1) -> World:
+    size = dist.get_world_size()
+    if replicas > 1:
+        names = ("dp_replicate", "dp_shard")
+        mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+    return World(Place(rank, size, rank, size), torch.device("cpu"), mesh)
+
+
+class StopAfter(SilentProgress):
+    """Asks to stop when a step is done, as a signal to one rank would."""
+
+    def __init__(self, stop: StopRequest, step: int) -> None:
+        self.stop, self.at = stop, step
+
+    def step(self, report: StepReport) -> None:
+        if report.step == self.at:
+            self.stop.note(signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Trained:
+    ending: str
+    validation: tuple[float, float | None]
+    parameters: dict[str, Tensor]  # this rank's shards
+
+
+def train_once(rank: int, config: Config, stop_at: int = -1, replicas: int = 1) -> Trained:
+    """A whole run on the ranks of the pool. `stop_at`: the LAST rank alone is told to stop after this step."""
+    stop = StopRequest()
+    world = make_world(rank, replicas)
+    parts, progress = prepare(config, world, SilentProgress())
+    view = StopAfter(stop, stop_at) if rank == world.size - 1 else SilentProgress()
+    result, _ = train(parts, progress, view, stop)
+    with torch.no_grad():
+        shards = {name: local_part(p).clone() for name, p in parts.model.named_parameters()}
+    return Trained(result.ending, result.validation_loss, shards)
+
+
+def losses(folder: Path, name: str = "a") -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss_metrics/global_avg_loss"] for row in rows if "grad_norm" in row}
+
+
+def named(config: Config, name: str, **changes: Any) -> Config:
+    return replace(config, run=replace(config.run, name=name), **changes)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"precision": "bf16", "activation_checkpointing": "full"},
+        {"gradient_accumulation": 2, "gradient_sync": "last"},
+    ],
+    ids=["fp32", "bf16-recomputed", "accumulated"],
+)
+def test_loss_falls(cluster: Cluster, tmp_path: Path, options: dict[str, Any]) -> None:
+    first, second = cluster.run(train_once, make_config(tmp_path, steps=30, **options))
+    seen = losses(tmp_path)
+    assert list(seen) == list(range(1, 31))
+    assert seen[30] < seen[1] - 1.5
+    assert first.ending == second.ending == "finished"
+    assert first.validation == second.validation
+    assert first.validation[1] < first.validation[0] - 1.5
+
+
+def test_number_of_ranks_does_not_change_the_training(cluster: Cluster, tmp_path: Path) -> None:
+    config = make_config(tmp_path, micro_batch_size=4)
+    (alone,) = cluster.run(train_once, named(config, "one"), world_size=1)
+    two = cluster.run(train_once, named(make_config(tmp_path), "two"), world_size=2)
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
+    assert two[0].validation == pytest.approx(alone.validation, abs=1e-5)
+
+
+def test_replicas_of_shards_train_alike(cluster: Cluster, tmp_path: Path) -> None:
+    config = make_config(tmp_path, micro_batch_size=1)
+    mixed = replace(config, parallel=ParallelConfig(dp_replicate=2))
+    cluster.run(train_once, named(config, "flat"), world_size=4)
+    results = cluster.run(train_once, named(mixed, "mixed"), -1, 2, world_size=4)
+    assert losses(tmp_path, "mixed") == pytest.approx(losses(tmp_path, "flat"), abs=1e-5)
+    for name, shard in results[0].parameters.items():
+        assert torch.equal(shard, results[2].parameters[name])
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_accumulation_equals_a_big_batch(cluster: Cluster, tmp_path: Path, sync: str) -> None:
+    big = cluster.run(train_once, named(make_config(tmp_path, micro_batch_size=4), "big"))
+    config = make_config(tmp_path, micro_batch_size=1, gradient_accumulation=4, gradient_sync=sync)
+    small = cluster.run(train_once, named(config, "small"))
+    assert losses(tmp_path, "small") == pytest.approx(losses(tmp_path, "big"), abs=1e-5)
+    for name, shard in big[0].parameters.items():
+        torch.testing.assert_close(small[0].parameters[name], shard, atol=2e-4, rtol=1e-3)
+
+
+def ragged_batches(valid: tuple[int, ...]) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for count in valid:
+        ids = torch.randint(0, 256, (1, 9), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[:, count:] = IGNORED_LABEL
+        batches.append(Batch(ids[:, :-1].contiguous(), labels))
+    return batches
+
+
+def ragged_gradients(rank: int, valid: tuple[tuple[int, ...], ...], sync: Any) -> dict[str, Tensor]:
+    world = make_world(rank)
+    config = Config(model=SMALL)
+    model = build_sharded(config, world)
+    batches = ragged_batches(sum(valid, ()))
+    own = [batches[sum(map(len, valid[:rank])) + index] for index in range(len(valid[rank]))]
+    total = backward_window(model, own, sum(map(sum, valid)), world.size, sync)
+    assert total > 0 or not any(valid[rank])
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("valid", [((1, 7), (3, 5)), ((8, 8), (0, 0))], ids=str)
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_every_valid_token_weighs_the_same(cluster: Cluster, valid: tuple[tuple[int, ...], ...], sync: str) -> None:
+    """FIELD_CASES B73: no mean of means, and no NaN from a rank without a valid token."""
+    model = build_llama(SMALL, seed=0)
+    batches = ragged_batches(sum(valid, ()))
+    for batch in batches:
+        (token_loss_sum(model(batch.tokens), batch.labels) / 16).backward()
+    for gradients in cluster.run(ragged_gradients, valid, sync):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def diverge(rank: int, config: Config) -> None:
+    parts, progress = prepare(config, make_world(rank), SilentProgress())
+    if rank == 1:
+        with torch.no_grad():
+            local_part(parts.model.get_parameter("lm_head.weight")).fill_(float("nan"))
+    Trainer(parts, progress, SilentProgress(), StopRequest()).run()
+
+
+def test_nan_on_one_rank_is_an_error_on_all(cluster: Cluster, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    cluster.run(diverge, config, expect=DivergedError, match=r"diverged at step 1: loss nan.*Lower optim\.lr")
+
+
+def sample(rank: int, config: Config) -> tuple[bytes, bytes]:
+    model = build_sharded(config, make_world(rank))
+    return generate(model, b"ab", 6, 0.0, seed=1), generate(model, b"ab", 6, 1.0, seed=1)
+
+
+def test_ranks_generate_the_same_text_as_the_unsharded_model(cluster: Cluster, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    plain = build_llama(config.model, config.train.seed)
+    expected = generate(plain, b"ab", 6, 0.0, seed=1), generate(plain, b"ab", 6, 1.0, seed=1)
+    assert cluster.run(sample, config) == [expected, expected]
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(cluster: Cluster, tmp_path: Path, precision: str) -> None:
+    config = make_config(tmp_path, precision=precision, gradient_accumulation=2)
+    whole = cluster.run(train_once, named(config, "whole"))
+    stopped = cluster.run(train_once, config, 3)
+    assert [result.ending for result in stopped] == ["preempted", "preempted"]
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]  # the signal came to one rank after step 3; all saw it in step 4
+    shutil.rmtree(tmp_path / "text")  # the text of the run is kept in its folder
+    resumed = cluster.run(train_once, replace(config, checkpoint=CheckpointConfig(resume="yes")))
+    assert losses(tmp_path) == losses(tmp_path, "whole")
+    for before, after in zip(whole, resumed, strict=True):
+        assert before.validation[1] == after.validation[1]
+        assert all(torch.equal(shard, after.parameters[name]) for name, shard in before.parameters.items())
+
+
+def test_only_the_newest_checkpoints_are_kept(cluster: Cluster, tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path), checkpoint=CheckpointConfig(interval=2, keep_latest_k=2))
+    cluster.run(train_once, config)
+    folder = tmp_path / "runs" / "a" / "checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-6", "step-8"]
+    assert (folder / "latest").read_text() == "step-8\n"
+
+
+def damage(folder: Path, how: str) -> None:
+    shard, manifest = folder / rank_file(1), folder / MANIFEST_FILE
+    content = bytearray(shard.read_bytes())
+    if how == "missing":
+        shard.unlink()
+    elif how == "short":
+        shard.write_bytes(content[:-1])
+    elif how == "flipped":
+        content[-5] ^= 1
+        shard.write_bytes(content)
+    elif how == "manifest":
+        manifest.write_text(manifest.read_text()[:-20])
+    elif how == "format":
+        manifest.write_text('{"format": "other"}')
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", r"rank-00001\.safetensors is missing"),
+        ("short", r"rank-00001\.safetensors has \d+ bytes, expected \d+"),
+        ("flipped", r"rank-00001\.safetensors is damaged: its content does not match its checksum"),
+        ("manifest", r"checkpoint\.json cannot be read as JSON"),
+        ("format", "expected a checkpoint of format 'fullshard-plain-1'"),
+        ("ranks", r"was written by 2 ranks, this run has 1.*resume with --nproc 2"),
+        ("model", r"belongs to a different run: model\.num_hidden_layers was 2, is 3"),
+    ],
+)
+def test_unusable_checkpoint_is_the_same_error_on_every_rank(
+    cluster: Cluster, tmp_path: Path, how: str, message: str
+) -> None:
+    config = make_config(tmp_path, steps=1)
+    cluster.run(train_once, config)
+    damage(tmp_path / "runs" / "a" / "checkpoint" / "step-1", how)
+    if how == "model":
+        config = replace(config, model=replace(SMALL, num_hidden_layers=3))
+    config = replace(config, checkpoint=CheckpointConfig(resume="yes"))
+    ranks = 1 if how == "ranks" else 2
+    texts = cluster.run(train_once, config, expect=CheckpointError, match=message, world_size=ranks)
+    assert len(set(texts)) == 1
+
+
+def fail_while_saving(rank: int, config: Config, folder: Path) -> None:
+    parts, _ = prepare(config, make_world(rank), SilentProgress())
+    save_checkpoint(folder, parts.state(), Progress(1, 0), keep=2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(checkpoint, "save_file", _disk_full)
+        with pytest.raises(TrainError, match="No space left"):
+            save_checkpoint(folder, parts.state(), Progress(2, 0), keep=2)
+        found, warnings = find_latest(folder)
+        assert found == folder / "step-1"
+        assert len(warnings) == 1
+    save_checkpoint(folder, parts.state(), Progress(2, 0), keep=2)
+    assert find_latest(folder) == (folder / "step-2", [])
+
+
+def _disk_full(tensors: dict[str, Tensor], path: Path) -> None:
+    path.write_bytes(b"half a file")
+    raise OSError(28, "No space left on device")
+
+
+def test_half_written_checkpoint_is_never_taken_for_one(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(fail_while_saving, make_config(tmp_path), tmp_path / "checkpoint")
