@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard.errors import FullshardError
 from fullshard.train.errors import ConfigError, TrainError
-from fullshard.train.launch import is_lost_peer, launch
+from fullshard.train.launch import launch, lost_peer
 from fullshard.train.plan import describe_run
 from fullshard.train.settings import Settings, load_settings, split_overrides, to_dict, to_toml
 from fullshard.train.worker import Output, run_worker
@@ -117,11 +117,12 @@ def _run_rank(settings: Settings, place: Place, output: Output) -> int:
     try:
         return run_worker(settings.config, place, output)
     except Exception as error:  # noqa: BLE001  whatever it is, the launcher must hear of it
-        handler.record_exception(error)
-        if not isinstance(error, FullshardError) and not is_lost_peer(str(error)):
+        cause = lost_peer(error) or error
+        handler.record_exception(cause)
+        if cause is error and not isinstance(error, FullshardError):
             traceback.print_exc()
         elif not output.launched:  # our own launcher prints what is in the file, once for all ranks
-            _print_error(f"rank {place.rank}: {error}")
+            _print_error(f"rank {place.rank}: {cause}")
         return error.exit_code if isinstance(error, TrainError) else 1
 
 

@@ -222,7 +222,9 @@ class Scheduler:
         return ahead == 0 if budget is None else ahead + self.full_bytes[unit] <= budget
 
     def _end_of_root_forward(self, event: Event) -> None:
-        self._release_held()
+        for unit, state in enumerate(self.states):
+            if state is State.HELD:
+                self._move(unit, Step.RESHARD)
         # This drops prefetches that forward did not use, and gathers what backward needs first.
         ahead = list(reversed(self._to_backward))[:LOOKAHEAD] if event.will_backward else []
         self._prefetch(0, ahead, None)
@@ -263,7 +265,10 @@ class Scheduler:
         left = [u for u, state in enumerate(self.states) if state is State.BACKWARD]
         for unit in sorted(set(left) | set(event.units), reverse=True):
             self._post_backward(Event(EventKind.POST_BACKWARD, unit, reducible=unit in event.units))
-        self._release_held()
+        for unit, state in enumerate(self.states):
+            # Left over: held or kept for a backward that did not need it (frozen, unused).
+            if state is State.HELD or (state is State.KEPT and not self.policies[unit].keep_after_backward):
+                self._move(unit, Step.RESHARD)
         self._drop_prefetched()
         if event.last:
             self._drain()
@@ -361,10 +366,6 @@ class Scheduler:
     def _needs_no_prefetch(self, unit: int) -> bool:
         return unit in self._pinned or self.states[unit] in (State.KEPT, State.HELD, State.FORWARD, State.BACKWARD)
 
-    def _release_held(self) -> None:
-        for unit, state in enumerate(self.states):
-            if state is State.HELD:
-                self._move(unit, Step.RESHARD)
 
     def _drop_prefetched(self, wanted: tuple[int, ...] = ()) -> None:
         for unit, state in enumerate(self.states):

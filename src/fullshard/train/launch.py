@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fullshard.errors import CommunicationError
 from fullshard.train.config import Config
 from fullshard.train.errors import RankFailedError
 
@@ -22,7 +23,14 @@ from fullshard.train.errors import RankFailedError
 MEANINGFUL_CODES = (2, 4, 75, 128 + signal.SIGINT)
 SAVED_CODES = (75, 128 + signal.SIGINT)
 _SHARED_ERRORS = ("TrainError", "ConfigError", "DataError", "CheckpointError", "DivergedError")
-_LOST_PEER_SIGNS = ("PeerLostError", "PeerTimeoutError", "Connection closed by peer", "Connection reset", "Broken pipe")
+_LOST_PEER_SIGNS = (
+    "CommunicationError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+)
 
 
 def launch(config: Config, arguments: Callable[[Path], Sequence[str]]) -> int:
@@ -74,12 +82,21 @@ def _blame(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
     if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
         return 0, 0, rank
     message = _message(failure)
-    victim = failure.exitcode == -signal.SIGTERM or is_lost_peer(message)
+    victim = failure.exitcode == -signal.SIGTERM or _says_lost_peer(message)
     return (2 if victim else 1), int(failure.timestamp), rank
 
 
-def is_lost_peer(message: str) -> bool:
-    """Whether an error only says that another rank is gone: then the cause is to be found over there."""
+def lost_peer(error: BaseException) -> BaseException | None:
+    """The error, or the one behind it, that says another rank is gone: then the cause is to be found over there."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, CommunicationError) or _says_lost_peer(str(current)):
+            return current
+        current = current.__cause__ or current.__context__
+    return None
+
+
+def _says_lost_peer(message: str) -> bool:
     return any(sign in message for sign in _LOST_PEER_SIGNS)
 
 

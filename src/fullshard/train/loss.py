@@ -46,7 +46,7 @@ def backward_window(
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last or sync == "every")
         loss = token_loss_sum(model(batch.tokens), batch.labels)
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        (loss * scale).backward()
         total += float(loss.detach())
     return total
 

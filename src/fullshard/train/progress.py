@@ -156,9 +156,11 @@ class LiveProgress(_Quiet):
             f"loss [bold cyan]{report.loss:.4f}[/]",
             f"bits/byte [bold cyan]{bits_per_byte(report.loss):.3f}[/]",
             f"{report.tokens / report.seconds:,.0f} tokens/s",
-            f"memory/rank {', '.join(map(format_bytes, report.memory[:8]))}",
+        )
+        numbers.add_row(
             f"lr {report.lr:.2e}",
             f"grad norm {report.grad_norm:.2f}",
+            f"memory/rank {', '.join(map(format_bytes, report.memory[:8]))}",
         )
         self._live.update(Group(bar, numbers))
 

@@ -90,7 +90,6 @@ def prepare(config: Config, world: World, view: ProgressView) -> tuple[Parts, Pr
 def build_sharded(config: Config, world: World) -> nn.Module:
     """The model, each block a unit and the rest in the root unit; weights depend on train.seed alone."""
     model = build_llama(config.model, config.train.seed, config.train.activation_checkpointing == "full")
-    model.to(world.device)
     bf16 = config.train.precision == "bf16"
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
     options: dict[str, Any] = {

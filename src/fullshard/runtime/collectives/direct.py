@@ -75,13 +75,11 @@ class Exchange:
             self._complete(self._sends)
 
     def _complete(self, queue: list[tuple[int, str, Any]]) -> None:
-        peer, label, work = queue[0]
+        peer, label, work = queue.pop(0)
         try:
             work.wait(self._transport.limit)
         except RuntimeError as error:
             raise self._failure(error, peer, label) from error
-        finally:
-            del queue[0]
 
     def _failure(self, error: RuntimeError, peer: int | None, label: str) -> CommunicationError:
         transport = self._transport

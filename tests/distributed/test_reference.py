@@ -1,0 +1,44 @@
+"""Sharded training equals unsharded training, for the whole menagerie (REF check)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cluster import Cluster
+from models import CASES
+from reference import Setup, check_reference
+
+NAMES = [case.name for case in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_and_values_equal_unsharded_training(cluster: Cluster, name: str, world_size: int) -> None:
+    cluster.run(check_reference, name, Setup(), world_size=world_size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("world_size", "setup"),
+    [
+        pytest.param(2, Setup(reshard_after_forward=False), id="keep"),
+        pytest.param(2, Setup(reshard_after_forward=True), id="free"),
+        pytest.param(4, Setup(reshard_after_forward=2), id="secondary"),
+        pytest.param(4, Setup(replicas=2), id="hsdp_2x2"),
+        pytest.param(3, Setup(transport="torch"), id="torch_transport"),
+        pytest.param(4, Setup(transport="torch", replicas=2, reshard_after_forward=True), id="torch_hsdp"),
+        pytest.param(2, Setup(dtype=torch.float32), id="float32"),
+        pytest.param(3, Setup(microbatches=3), id="accumulate"),
+        pytest.param(2, Setup(microbatches=3, sync=(False, False, True)), id="no_sync"),
+        pytest.param(4, Setup(microbatches=4, sync=(True, False, False, True), replicas=2), id="mixed_sync_hsdp"),
+    ],
+)
+def test_every_setting_equals_unsharded_training(cluster: Cluster, name: str, world_size: int, setup: Setup) -> None:
+    cluster.run(check_reference, name, setup, world_size=world_size)
+
+
+@pytest.mark.parametrize("replicas", [4, 2, 1])
+def test_replicate_axis_always_averages(cluster: Cluster, replicas: int) -> None:
+    """B12: a shard axis of size 1 must not turn gradient averaging off."""
+    cluster.run(check_reference, "mlp", Setup(replicas=replicas), world_size=4)
