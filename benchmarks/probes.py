@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import os
+import re
 import socket
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +19,8 @@ import torch
 
 _TCP_INFO_BYTES = 232
 _BYTES_RECEIVED_OFFSET = 128  # tcpi_bytes_received in Linux's struct tcp_info, since kernel 4.1
-_MEASURED = "measured steps"
+_TOTAL = re.compile(rb"total alloc (\d+) bytes")
+_LOG_LEVEL_INFO = 0
 
 
 def received_bytes() -> int:
@@ -45,46 +51,51 @@ class TensorMemory:
     """The most bytes alive at once during the measured steps."""
     between_steps_bytes: int
     """Bytes alive just before the measured steps: shards, optimizer state, buffers kept by the engine."""
-    unaccounted_bytes: int
-    """After the steps: bytes alive by the allocator's count minus bytes of all tensors that Python can find."""
+    hidden_bytes: int
+    """Part of the bytes alive after the steps that belongs to no tensor Python can find, such as DDP's buckets."""
 
 
 def tensor_memory(prepare: Callable[[], Any], measured: Callable[[Any], None]) -> TensorMemory:
-    """Profile `measured(prepare())`; must be called before the process has made any tensor that matters.
+    """Follow torch's allocator through `measured(prepare())`, in a process that has made no tensors yet.
 
-    torch's CPU allocator reports each block that it hands out or takes back, with the running total, to a profiler that
-    is on. It is on from before the model exists, so the total starts at zero and nothing has to be guessed. Not seen:
-    blocks that no torch allocator made (shared memory, Gloo's own buffers), and blocks freed on a thread that the
-    profiler does not follow; `unaccounted_bytes` shows the latter, `resident_peak_bytes` the former.
+    torch's CPU allocator can log each block that it hands out or takes back, on any thread, with the running total. The
+    log is on from before the model exists, so the total starts at zero and is exact. (The profiler's memory events come
+    from the same place but miss what Gloo's threads free.) Not seen: memory that is not from this allocator, which is
+    shared memory and Gloo's own buffers; `resident_peak_bytes` has those.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with tempfile.TemporaryFile() as log, _allocator_log(log.fileno()):
         state = prepare()
         gc.collect()
-        with torch.profiler.record_function(_MEASURED):
-            measured(state)
-        torch.empty(1)  # an event after the last free, so that the final total is known
-    events = list(_flatten(profiler.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
-    region = next(event for event in events if event.name == _MEASURED)
-    totals = sorted(
-        (event.start_time_ns, event.extra_fields.total_allocated)
-        for event in events
-        if event.tag == torch._C._profiler._EventType.Allocation
-    )
-    before = [total for when, total in totals if when < region.start_time_ns]
-    inside = [total for when, total in totals if region.start_time_ns <= when <= region.end_time_ns]
+        begin = log.seek(0, os.SEEK_END)
+        measured(state)
+        end = log.seek(0, os.SEEK_END)
+        log.seek(0)
+        text = log.read()
+    before, inside = _TOTAL.findall(text[:begin]), _TOTAL.findall(text[begin:end])
+    if not before or not inside:
+        raise RuntimeError("the allocator of this torch logs nothing; see probes._allocator_log")
     return TensorMemory(
-        peak_bytes=max(inside),
-        between_steps_bytes=before[-1],
-        unaccounted_bytes=totals[-1][1] - live_tensor_bytes(),
+        peak_bytes=max(map(int, inside)),
+        between_steps_bytes=int(before[-1]),
+        hidden_bytes=int(inside[-1]) - live_tensor_bytes(),
     )
 
 
-def _flatten(events: list[Any]) -> Iterator[Any]:
-    stack = list(events)
-    while stack:
-        event = stack.pop()
-        yield event
-        stack.extend(event.children)
+@contextlib.contextmanager
+def _allocator_log(descriptor: int) -> Iterator[None]:
+    """Send this process's stderr, with each allocation in it, to `descriptor`."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    report = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    level_before, stderr = level.value, os.dup(2)
+    os.dup2(descriptor, 2)
+    report.value, level.value = True, _LOG_LEVEL_INFO
+    try:
+        yield
+    finally:
+        report.value, level.value = False, level_before
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def live_tensor_bytes() -> int:

@@ -9,7 +9,7 @@ all engines alike, no engine disturbs another's allocator, and ratios are taken 
 Wire: bytes each rank received per step, counted by the kernel on that process's own sockets, in the same steps.
 
 Memory: "peak" and "rest" are tensor bytes of the fullest rank during and between steps, measured afterwards in fresh
-processes because profiling slows; see probes.tensor_memory. "RSS" is the most physical memory a rank had in the timed
+processes because logging slows; see probes.tensor_memory. "RSS" is the most physical memory a rank had in the timed
 steps; Python and torch themselves are about 250 MiB of it.
 """
 
@@ -61,7 +61,7 @@ def make_timing_handler(rank: int, engine: str, workload: Workload, steps: int) 
 
 
 def make_memory_handler(rank: int, engine: str, workload: Workload) -> Handler:
-    """A rank that profiles its memory when asked, once."""
+    """A rank that measures its memory when asked, once."""
 
     def prepare() -> Training:
         training = Training(engine, workload, rank)
@@ -108,7 +108,7 @@ def measure_memory(workload: Workload, engine: str) -> dict[str, int]:
     """The largest of each number of probes.TensorMemory over the ranks, in bytes."""
     group = RankGroup(world_size_of(engine, workload), make_memory_handler, engine, workload)
     try:
-        ranks = group.send("profile")
+        ranks = group.send("measure")
     finally:
         group.close()
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
