@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+import fullshard
 from fullshard.errors import FullshardError
 from fullshard.train.errors import ConfigError, TrainError
 from fullshard.train.launch import launch, lost_peer
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fullshard", description="Fully Sharded Data Parallel for PyTorch.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"fullshard {_version('fullshard')}")
+    parser.add_argument("--version", action="version", version=f"fullshard {fullshard.__version__}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(verbs)
     _add_config(verbs)
@@ -167,7 +168,7 @@ def _env(options: argparse.Namespace, overrides: list[Override]) -> int:
         raise ConfigError(f"`fullshard env` takes no settings, found --{overrides[0][0]}.")
     accelerator = torch.accelerator.current_accelerator()
     facts = {
-        "fullshard": _version("fullshard"),
+        "fullshard": fullshard.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),

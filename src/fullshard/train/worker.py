@@ -90,19 +90,14 @@ def prepare(config: Config, world: World, view: ProgressView) -> tuple[Parts, Pr
 def build_sharded(config: Config, world: World) -> nn.Module:
     """The model, each block a unit and the rest in the root unit; weights depend on train.seed alone."""
     model = build_llama(config.model, config.train.seed, config.train.activation_checkpointing == "full")
-    bf16 = config.train.precision == "bf16"
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
-    options: dict[str, Any] = {
-        "mesh": world.mesh,
-        "reshard_after_forward": config.parallel.reshard_after_forward,
-        "transport": config.parallel.transport,
-    }
-    if policy is not None:
-        options["mp_policy"] = policy
+    precision = MixedPrecisionPolicy()
+    if config.train.precision == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": precision, "transport": config.parallel.transport}
     for layer in model.model.layers:
-        fully_shard(layer, **options)
-    # The root keeps its own parameters between forward and backward anyway: gathering them twice would buy nothing.
-    fully_shard(model, **{**options, "reshard_after_forward": None})
+        fully_shard(layer, reshard_after_forward=config.parallel.reshard_after_forward, **options)
+    # Not for the root: backward begins with its head right after forward, so freeing it would only cost a gather.
+    fully_shard(model, **options)
     return model
 
 
