@@ -66,7 +66,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=100)
     return process.returncode, out, err
 
 
@@ -118,7 +118,7 @@ def test_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "fullshard", "train"]
     command += [str(write_config(tmp_path, steps=2)), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import signal
 from dataclasses import dataclass, replace
@@ -17,7 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cluster import Cluster
 from fullshard.train import checkpoint
-from fullshard.train.checkpoint import MANIFEST_FILE, Progress, find_latest, local_part, rank_file, save_checkpoint
+from fullshard.train.checkpoint import (
+    MANIFEST_FILE,
+    Progress,
+    find_latest,
+    load_checkpoint,
+    local_part,
+    rank_file,
+    save_checkpoint,
+)
 from fullshard.train.config import (
     CheckpointConfig,
     Config,
@@ -239,6 +248,18 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(cluster: Cluster, tmp_
         assert all(torch.equal(shard, after.parameters[name]) for name, shard in before.parameters.items())
 
 
+def restore_generators(rank: int, config: Config, folder: Path) -> bool:
+    parts, _ = prepare(config, make_world(rank), SilentProgress())
+    save_checkpoint(folder, parts.state(), Progress(1, 0), keep=1)
+    expected = torch.rand(3)
+    load_checkpoint(folder / "step-1", parts.state())
+    return torch.equal(torch.rand(3), expected)
+
+
+def test_random_generators_are_restored(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(restore_generators, make_config(tmp_path), tmp_path / "checkpoint") == [True, True]
+
+
 def test_only_the_newest_checkpoints_are_kept(cluster: Cluster, tmp_path: Path) -> None:
     config = replace(make_config(tmp_path), checkpoint=CheckpointConfig(interval=2, keep_latest_k=2))
     cluster.run(train_once, config)
@@ -311,3 +332,18 @@ def _disk_full(tensors: dict[str, Tensor], path: Path) -> None:
 
 def test_half_written_checkpoint_is_never_taken_for_one(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(fail_while_saving, make_config(tmp_path), tmp_path / "checkpoint")
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def run_example(rank: int, path: Path) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda: None)  # the pool has made the group
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        return float(runpy.run_path(str(path))["loss"].detach())
+
+
+def test_ten_line_example_learns(cluster: Cluster) -> None:
+    path = Path(__file__).parents[2] / "examples" / "train_ten_lines.py"
+    assert max(cluster.run(run_example, path)) < 0.9

@@ -129,7 +129,9 @@ def test_mesh_must_fit_the_number_of_ranks() -> None:
             wrong.mesh_shape(4)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*sorted(EXAMPLES.glob("*.toml")), *sorted(EXAMPLES.glob("*.yaml"))], ids=lambda path: path.name
+)
 def test_example_is_valid(path: Path) -> None:
     config = load_settings(path).config
     config.parallel.mesh_shape(config.parallel.nproc)
