@@ -41,9 +41,7 @@ def mesh_of(setup: Setup) -> DeviceMesh:
 
 def shard_case(case: Case, model: nn.Module, setup: Setup) -> FSDPModule:
     options: dict[str, Any] = dict(setup.shard_options)
-    options.update(
-        mesh=mesh_of(setup), reshard_after_forward=setup.reshard_after_forward, transport=setup.transport
-    )
+    options.update(mesh=mesh_of(setup), reshard_after_forward=setup.reshard_after_forward, transport=setup.transport)
     for unit in case.unit_modules(model):
         fully_shard(unit, **options)
     sharded: FSDPModule = fully_shard(model, **options)
@@ -83,7 +81,7 @@ def compare(ours: FSDPModule, reference: nn.Module, setup: Setup, what: str) -> 
             label = f"{what}: {kind} of {name}"
             assert (got is None) == (want is None), f"{label}: got {got}, want {want}"
             if got is not None and want is not None:
-                torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance, msg=lambda m: f"{label}: {m}")
+                torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance, msg=(label + "\n{}").format)
 
 
 def assert_at_rest(model: nn.Module) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from reference import assert_at_rest, full
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -11,7 +14,6 @@ from cluster import Cluster
 from fullshard import FSDPModule, fully_shard
 from fullshard.core.lifecycle import Op
 from fullshard.runtime.engine import Engine
-from reference import assert_at_rest, full
 
 
 class Stack(nn.Module):
@@ -35,11 +37,11 @@ class Explosive(torch.autograd.Function):
     """Identity whose backward raises."""
 
     @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: object, x: torch.Tensor) -> torch.Tensor:
         return x * 1
 
     @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(_ctx: object, _gradient: torch.Tensor) -> torch.Tensor:
         raise ValueError("bad backward")
 
 
@@ -161,7 +163,7 @@ def test_two_forwards_then_two_backwards_in_any_order(cluster: Cluster) -> None:
     cluster.run(check_two_graphs)
 
 
-# B43: order
+# The order of units (B43)
 
 
 def check_changing_order(rank: int) -> None:
@@ -209,7 +211,7 @@ def _explicit(rank: int) -> list[object]:
     model = make_stack()
     blocks = list(model.blocks)
     model.set_modules_to_forward_prefetch([blocks[0]])
-    for first, second in zip(blocks[:-1], blocks[1:], strict=True):
+    for first, second in pairwise(blocks):
         first.set_modules_to_forward_prefetch([second])
         second.set_modules_to_backward_prefetch([first])
     model(batch(rank)).sum().backward()

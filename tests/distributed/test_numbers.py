@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from reference import Setup, check_reference, full, shard_case
 from torch import nn
 
 from cluster import Cluster
 from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from models import by_name, make_model, run_case
-from reference import Setup, check_reference, full, shard_case
 
 
 def check_clip(rank: int, name: str, setup: Setup, norm_type: float) -> None:
     def clip(rank: int, ours: nn.Module, reference: nn.Module, setup: Setup) -> None:
-        torch_value = torch.nn.utils.clip_grad_norm_([p for p in ours.parameters()], float("inf"), norm_type)
+        torch_value = torch.nn.utils.clip_grad_norm_(list(ours.parameters()), float("inf"), norm_type)
         got = clip_grad_norm_(ours, 0.1, norm_type)
         want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
@@ -29,9 +29,7 @@ def check_clip(rank: int, name: str, setup: Setup, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("name", ["uneven_mlp", "narrow", "one_element", "frozen", "unused_branch", "scalar"])
-def test_clipped_norm_is_global(
-    cluster: Cluster, name: str, world_size: int, replicas: int, norm_type: float
-) -> None:
+def test_clipped_norm_is_global(cluster: Cluster, name: str, world_size: int, replicas: int, norm_type: float) -> None:
     """B56: one norm over all shards, the same on every rank, with empty shards and gradients that are None."""
     cluster.run(check_clip, name, Setup(replicas=replicas), norm_type, world_size=world_size)
 
@@ -127,7 +125,11 @@ def check_casts(rank: int) -> None:
             self.seen = (x.dtype, extra["ids"].dtype, extra["mask"].dtype, extra["table"].dtype)  # type: ignore[attr-defined]
             return {"y": x * self.weight, "ids": extra["ids"]}  # type: ignore[dict-item]
 
-    extra = {"ids": torch.arange(4), "mask": torch.ones(4, dtype=torch.bool), "table": torch.ones(4, dtype=torch.float64)}
+    extra = {
+        "ids": torch.arange(4),
+        "mask": torch.ones(4, dtype=torch.bool),
+        "table": torch.ones(4, dtype=torch.float64),
+    }
     bf16 = fully_shard(Probe(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
     output = bf16(torch.ones(4), extra=extra)
     assert bf16.seen == (torch.bfloat16, torch.int64, torch.bool, torch.bfloat16)
@@ -188,7 +190,8 @@ def test_gradients_are_divided_once(cluster: Cluster, factor: float | None) -> N
 
 def check_fp16_sum(rank: int) -> None:
     model = fully_shard(
-        nn.Linear(1, 1, bias=False), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+        nn.Linear(1, 1, bias=False),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16),
     )
     model(torch.full((1, 1), 30000.0)).sum().backward()
     assert full(model.weight.grad).item() == 30000.0  # the plain sum of 4 ranks would be past 65504

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference import Setup, check_reference
 
 from cluster import Cluster
 from models import CASES
-from reference import Setup, check_reference
 
 NAMES = [case.name for case in CASES]
 

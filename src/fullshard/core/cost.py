@@ -1,4 +1,4 @@
-"""What a stream of commands costs: bytes alive and seconds exposed, computed from the same commands the runtime runs."""
+"""What a stream of commands costs: bytes alive and seconds exposed, from the same commands the runtime runs."""
 
 from __future__ import annotations
 

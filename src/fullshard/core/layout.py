@@ -155,9 +155,7 @@ def plan_layout(specs: Sequence[ParamSpec], size: int, pack_below_bytes: int = P
     for i in order:
         spec = specs[i]
         chunk = 1 if spec.replicated else chunk_rows(spec.rows, size)
-        region = Region(
-            i, spec.rows, spec.row_numel, chunk, shard_offset, full_offset, packed(spec), spec.replicated
-        )
+        region = Region(i, spec.rows, spec.row_numel, chunk, shard_offset, full_offset, packed(spec), spec.replicated)
         regions.append(region)
         shard_offset += align(region.chunk_numel, itemsize)
         full_offset += align(region.chunk_numel * size, itemsize)

@@ -33,8 +33,9 @@ def after_forward(reshard_after_forward: bool | int | None, shard_size: int) -> 
     if not 1 < reshard_after_forward < shard_size or shard_size % reshard_after_forward:
         divisors = [n for n in range(2, shard_size) if shard_size % n == 0]
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} must be a divisor of the shard axis size {shard_size} other "
-            f"than 1 and {shard_size} (use False for 1, True for {shard_size}); possible here: {divisors or 'none'}"
+            f"reshard_after_forward={reshard_after_forward} must be a divisor of the shard axis size "
+            f"{shard_size} other than 1 and {shard_size} (use False for 1, True for {shard_size}); "
+            f"possible here: {divisors or 'none'}"
         )
     return AfterForward.SHRINK
 
@@ -51,6 +52,7 @@ class UnitPolicy:
         sync_replicas: False skips the all-reduce over replicas (HSDP) and accumulates sharded gradients.
         forward_prefetch: Units to gather when this one enters forward, in place of the recorded order.
         backward_prefetch: The same for backward.
+        divide_factor: Divide summed gradients by this in place of the number of data-parallel ranks.
     """
 
     after_forward: AfterForward = AfterForward.AUTO
@@ -60,6 +62,7 @@ class UnitPolicy:
     sync_replicas: bool = True
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
+    divide_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The Scheduler: events of hooks in, commands for the runtime out. The same events give the same commands on every rank.
+"""The Scheduler: events of hooks in, commands for the runtime out; the same events, the same commands on every rank.
 
 [Note: what is guaranteed]
 1. A unit that enters forward or backward is gathered and waited for before the event returns.
@@ -188,10 +188,13 @@ class Scheduler:
 
     def _post_forward(self, event: Event) -> None:
         unit = event.unit
+        if not self._depth[unit]:
+            return  # an ABORT came while it ran
         self._depth[unit] -= 1
         if self._depth[unit]:
             return
-        if event.will_backward and self.states[unit] is not State.BACKWARD:
+        # What is recomputed stays full until its backward, and its first forward is on the list already.
+        if event.will_backward and not event.inside_backward:
             self._to_backward.append(unit)
             del self._to_backward[: -MAX_RECORD_PER_UNIT * len(self.states)]
         self._move(unit, self._exit(event))
@@ -200,34 +203,41 @@ class Scheduler:
 
     def _exit(self, event: Event) -> Step:
         """How a unit leaves forward."""
-        after = self.policies[event.unit].after_forward
-        if after is AfterForward.AUTO:
-            # Without a backward to come, a kept root would only hold memory and go stale when parameters change.
-            after = AfterForward.KEEP if event.unit == 0 and event.will_backward else AfterForward.FREE
+        after = self._after_forward(event.unit, event.will_backward)
         if after is AfterForward.KEEP:
             return Step.EXIT_KEEP
         if event.more or (event.inside_backward and event.will_backward):
             # Its next use follows at once: another module of the unit, or the backward of what was recomputed.
             return Step.EXIT_HOLD
-        if not event.will_backward:
+        if not (event.will_backward and self.policies[event.unit].unshard_in_backward):
             return Step.EXIT_FREE
         if self._order.at_end() and self._stash_fits(event.unit):
             return Step.EXIT_STASH
         return Step.EXIT_SHRINK if after is AfterForward.SHRINK else Step.EXIT_FREE
 
+    def _after_forward(self, unit: int, will_backward: bool) -> AfterForward:
+        after = self.policies[unit].after_forward
+        if after is not AfterForward.AUTO:
+            return after
+        # Without a backward to come, a kept root would only hold memory and go stale when parameters change.
+        return AfterForward.KEEP if unit == 0 and will_backward else AfterForward.FREE
+
     def _stash_fits(self, unit: int) -> bool:
         """The last unit of forward is the first of backward: keeping its buffer is a prefetch that costs nothing."""
         budget = self.policy.prefetch_bytes
-        ahead = self.prefetched_bytes()
+        # Units around this one leave forward later, so backward needs them before it.
+        around = (u for u in self.in_use() if self._after_forward(u, will_backward=True) is not AfterForward.KEEP)
+        ahead = self.prefetched_bytes() + sum(self.full_bytes[u] for u in around)
         return ahead == 0 if budget is None else ahead + self.full_bytes[unit] <= budget
 
     def _end_of_root_forward(self, event: Event) -> None:
         for unit, state in enumerate(self.states):
             if state is State.HELD:
                 self._move(unit, Step.RESHARD)
-        # This drops prefetches that forward did not use, and gathers what backward needs first.
-        ahead = list(reversed(self._to_backward))[:LOOKAHEAD] if event.will_backward else []
-        self._prefetch(0, ahead, None)
+        # This drops prefetches that forward did not use, and gathers what backward needs first. The root itself comes
+        # first of all: if its buffer was kept it counts, but to gather it again at once would overlap with nothing.
+        ahead = self._backward_order() if event.will_backward else []
+        self._prefetch(-1 if self.states[0] is State.PREFETCHED else 0, ahead, None)
 
     # Events of backward
 
@@ -244,8 +254,12 @@ class Scheduler:
                 break
         else:
             i = len(self._to_backward)
-        ahead = [u for u in reversed(self._to_backward[:i]) if self.policies[u].unshard_in_backward]
-        self._prefetch(unit, ahead[:LOOKAHEAD], self.policies[unit].backward_prefetch)
+        self._prefetch(unit, self._backward_order(i), self.policies[unit].backward_prefetch)
+
+    def _backward_order(self, stop: int | None = None) -> list[int]:
+        """Units whose backward is expected next and needs their parameters."""
+        ahead = [u for u in reversed(self._to_backward[:stop]) if self.policies[u].unshard_in_backward]
+        return ahead[:LOOKAHEAD]
 
     def _post_backward(self, event: Event) -> None:
         unit = event.unit
@@ -267,7 +281,8 @@ class Scheduler:
             self._post_backward(Event(EventKind.POST_BACKWARD, unit, reducible=unit in event.units))
         for unit, state in enumerate(self.states):
             # Left over: held or kept for a backward that did not need it (frozen, unused).
-            if state is State.HELD or (state is State.KEPT and not self.policies[unit].keep_after_backward):
+            kept = state is State.KEPT and not self.policies[unit].keep_after_backward
+            if kept or state in (State.HELD, State.SECONDARY):
                 self._move(unit, Step.RESHARD)
         self._drop_prefetched()
         if event.last:
@@ -302,6 +317,8 @@ class Scheduler:
         self._depth[unit] -= 1
         if self.states[unit] is State.BACKWARD or event.inside_backward:
             # Activation checkpointing ends a recomputation early by raising; a real failure ends the backward itself.
+            if not self._depth[unit]:
+                self._move(unit, Step.EXIT_HOLD)
             return
         if not self.in_use():
             self._abort(event)
@@ -320,13 +337,14 @@ class Scheduler:
             )
         self._move(event.unit, Step.RESHARD)
 
-    def _changed(self, event: Event) -> None:
-        """The optimizer or a load wrote the shards: what was gathered before is stale."""
+    def _changed(self, _event: Event) -> None:
+        """The optimizer or a load wrote the shards: what was gathered before is stale, graphs from before are done."""
+        self._to_backward.clear()
         for unit, state in enumerate(self.states):
             if not state.in_use:
                 self._move(unit, Step.RESHARD)
 
-    def _abort(self, event: Event) -> None:
+    def _abort(self, _event: Event) -> None:
         for pending in self._reducing:
             self._emit(Op.DISCARD, pending.unit)
         for unit in range(len(self.states)):
@@ -365,7 +383,6 @@ class Scheduler:
 
     def _needs_no_prefetch(self, unit: int) -> bool:
         return unit in self._pinned or self.states[unit] in (State.KEPT, State.HELD, State.FORWARD, State.BACKWARD)
-
 
     def _drop_prefetched(self, wanted: tuple[int, ...] = ()) -> None:
         for unit, state in enumerate(self.states):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,16 +24,13 @@ from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
 
-_Module = TypeVar("_Module", bound=nn.Module)
+# A module, or a list of modules that form one unit; what goes in comes out.
+_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 _HANDLE = "_fullshard"
 
 
-@overload
-def fully_shard(module: _Module, **options: Any) -> _Module: ...
-@overload
-def fully_shard(module: list[_Module], **options: Any) -> list[_Module]: ...
-def fully_shard(
-    module: nn.Module | list[nn.Module],
+def fully_shard(  # noqa: PLR0913 - torch's signature
+    module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -42,7 +39,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     transport: str = "auto",
-) -> nn.Module | list[nn.Module]:
+) -> _Modules:
     """Shard the parameters of a module over the data-parallel ranks, in place.
 
     Call it bottom-up: first on each block, then on the root. Each call makes one unit of all parameters in the module
@@ -79,7 +76,8 @@ def fully_shard(
     handle = _Handle(unit, hooks, _call_site())
     for each in modules:
         each.__dict__[_HANDLE] = handle
-        each.__class__ = sharded_class(type(each))
+        original: Any = type(each)
+        each.__class__ = sharded_class(original)
     return module
 
 
@@ -92,8 +90,8 @@ class _Handle:
     site: str
 
 
-def _validate_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
-    modules = list(module) if isinstance(module, list | tuple) else [module]
+def _validate_modules(module: object) -> list[nn.Module]:
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     if not modules:
         raise ValueError("fully_shard got an empty list; pass a module or the modules of one unit")
     for each in modules:
@@ -122,7 +120,7 @@ def _call_site() -> str:
 
 
 @functools.cache
-def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+def sharded_class(original: Any) -> type[nn.Module]:
     """The subclass of `original` and `FSDPModule` that sharded modules get."""
     return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
 
@@ -144,7 +142,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class: a sharded container builds parts of itself by its own class."""
-        original = cls.__mro__[2]
+        original: Any = cls.__mro__[2]
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
@@ -223,9 +221,14 @@ class FSDPModule:
         """Divide summed gradients by `factor` in place of the number of data-parallel ranks."""
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be positive, got {factor}")
-        _unit(self).divide_factor = float(factor)
+        self._change(False, divide_factor=float(factor))
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self,
+        max_input_buffers: int,
+        *,
+        recurse: bool = True,  # noqa: ARG002 - of torch's signature; the limit belongs to the whole engine
+    ) -> None:
         """How many units' gradients may be on the wire at once, in the whole engine; more overlap, more memory."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")

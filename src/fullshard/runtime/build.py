@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.core.policy import AfterForward, UnitPolicy
+from fullshard.core.policy import AfterForward, UnitPolicy, after_forward
 from fullshard.core.spec import ParamSpec, World
 from fullshard.errors import MisuseError, UninitializedError
 from fullshard.runtime.collectives import TRANSPORTS, check_agreement
@@ -35,14 +35,13 @@ def make_place(mesh: DeviceMesh | None, transport: str, reshard_after_forward: b
         mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     _check_mesh(mesh)
     replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    after_forward(reshard_after_forward, mesh.size(-1))  # raises before any group is made
     axis = mesh.ndim - 1
-    world = World(
-        mesh.get_local_rank(axis), mesh.size(axis), mesh.get_local_rank(0) if mesh.ndim == 2 else 0, replicas
-    )
+    world = World(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_local_rank(0) if mesh.ndim == 2 else 0, replicas)
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    return Place(mesh, world, device, transport, _secondary_group(mesh, reshard_after_forward, world.size))
+    return Place(mesh, world, device, transport, _secondary_group(mesh, reshard_after_forward))
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -55,20 +54,14 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()} of a world of {dist.get_world_size()} ranks; "
-            "build a mesh that covers every rank that calls fully_shard"
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, but the world has "
+            f"{dist.get_world_size()} ranks; build a mesh that covers every rank that calls fully_shard"
         )
 
 
-def _secondary_group(
-    mesh: DeviceMesh, reshard_after_forward: bool | int | None, shard_size: int
-) -> dist.ProcessGroup | None:
+def _secondary_group(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
     """Group of n consecutive ranks of the shard axis for `reshard_after_forward=n`."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
-    if not isinstance(reshard_after_forward, int) or not 1 < reshard_after_forward < shard_size:
-        return None  # `core.policy.after_forward` says what is wrong
-    if shard_size % reshard_after_forward:
         return None
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, reshard_after_forward)).get_group(1)
 
@@ -96,6 +89,7 @@ def build_unit(
     _claim_tied(found, modules)
     _move_buffers(modules, place.device)
     unit = Unit(found, place, precision, UnitPolicy(after_forward=after))
+    unit.module_ids = {id(module) for module in modules}
     REGISTRY.note_sharded(unit, [item.parameter for item in found])
     _let_reset_see_full(modules, found)
     return unit
@@ -122,9 +116,9 @@ def _claim_tied(found: list[Found], modules: list[nn.Module]) -> None:
         owner, name = taken
         if owner.engine is not None or any(key not in inside for key in owner.module_ids):
             raise ValueError(
-                f"parameter {item.spec.name!r} is tied to {name!r}, which another unit has already sharded, so its rows "
-                "would be trained by one of them only. Shard both modules as one unit: fully_shard([a, b]), or leave "
-                "both to the fully_shard call of a module that contains them"
+                f"parameter {item.spec.name!r} is tied to {name!r}, which another unit has sharded, so its rows "
+                "would be trained by one of them only. Shard both modules as one unit: fully_shard([a, b]), or "
+                "leave both to the fully_shard call of a module that contains them"
             )
         member = owner.release(name)
         item.slots[:0] = member.slots
@@ -234,4 +228,3 @@ def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
 def _line(unit: str, spec: ParamSpec, trainable: bool) -> str:
     state = "trainable" if trainable else "frozen"
     return f"parameter {spec.name!r} of unit {unit!r}, shape {spec.shape}, {spec.dtype}, {state}, dim {spec.shard_dim}"
-

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.runtime.collectives import sum_scalars
+from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.gradients import GradientFlow
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
@@ -61,8 +62,7 @@ def _owners(model: nn.Module) -> tuple[list[Unit], list[nn.Parameter]]:
     units: dict[int, Unit] = {}
     plain = []
     for parameter in model.parameters():
-        reference = REGISTRY.owner.get(parameter)
-        unit = reference() if reference is not None else None
+        unit = REGISTRY.owner(parameter)
         if unit is None:
             plain.append(parameter)
         else:
@@ -72,9 +72,10 @@ def _owners(model: nn.Module) -> tuple[list[Unit], list[nn.Parameter]]:
 
 def _pieces(flow: GradientFlow) -> list[torch.Tensor]:
     """Local gradients of one flow: the flat gradient shard, or one tensor a parameter if the user replaced some."""
-    if flow.is_flat() and flow.flat is not None:
-        return [flow.flat]
-    return [parameter.grad._local_tensor for parameter in flow.sharded if parameter.grad is not None]
+    flat = flow.flat()
+    if flat is not None:
+        return [flat]
+    return [local_of(parameter.grad) for parameter in flow.sharded if parameter.grad is not None]
 
 
 def _counted_elsewhere(flow: GradientFlow) -> list[torch.Tensor]:
@@ -82,7 +83,7 @@ def _counted_elsewhere(flow: GradientFlow) -> list[torch.Tensor]:
     if flow.buffers.world.rank == 0:
         return []
     return [
-        parameter.grad._local_tensor
+        local_of(parameter.grad)
         for parameter, spec in zip(flow.sharded, flow.buffers.specs, strict=True)
         if spec.replicated and parameter.grad is not None
     ]
@@ -122,7 +123,7 @@ def _power(tensor: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.
     """The norm to the power of its order (itself for the infinite norm), so that pieces add up."""
     if not tensor.numel():
         return torch.zeros((), dtype=dtype, device=tensor.device)
-    norm = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
     return norm if norm_type == inf else norm**norm_type
 
 

@@ -20,7 +20,7 @@ PlacementFn = Callable[[nn.Parameter], Shard | None]
 class Slot:
     """A place where a parameter is registered. It holds the module's dict, not the module: no reference cycle."""
 
-    registry: dict[str, torch.Tensor | None]
+    registry: dict[str, nn.Parameter | None]
     name: str
 
 
@@ -70,7 +70,7 @@ def find_parameters(
 
 def is_owned(parameter: torch.Tensor) -> bool:
     """Whether a unit has already sharded this parameter."""
-    return REGISTRY.owner.get(parameter) is not None
+    return REGISTRY.owner(parameter) is not None
 
 
 def _walk(modules: list[nn.Module]) -> Iterable[tuple[str, Slot, nn.Parameter]]:
@@ -86,7 +86,7 @@ def _walk(modules: list[nn.Module]) -> Iterable[tuple[str, Slot, nn.Parameter]]:
                     label = ".".join(part for part in (prefix, name) if part)
                     # In a group of modules two could have parameters of one name.
                     label = f"[{index}].{label}" if len(modules) > 1 else label
-                    yield label, Slot(module._parameters, name), parameter  # type: ignore[arg-type]
+                    yield label, Slot(module._parameters, name), parameter
 
 
 def _shard_dim(name: str, parameter: nn.Parameter, placement_fn: PlacementFn | None) -> int:
@@ -112,9 +112,9 @@ def _shard_dim(name: str, parameter: nn.Parameter, placement_fn: PlacementFn | N
 def _check_supported(name: str, parameter: torch.Tensor) -> None:
     if parameter.layout is not torch.strided:
         raise ValueError(f"parameter {name!r} has layout {parameter.layout}; only strided parameters can be sharded")
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, nn.UninitializedParameter):
         raise ValueError(
-            f"parameter {name!r} is lazy and has no shape yet; run one forward of the unsharded module before sharding it"
+            f"parameter {name!r} is lazy and has no shape yet; run the unsharded module once before sharding it"
         )
     if torch.is_complex(parameter):
         raise ValueError(f"parameter {name!r} is complex ({parameter.dtype}); register its real view instead")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ REDUCE = "reduce"
 class Streams(Protocol):
     """Side streams for communication beside the current (compute) stream."""
 
-    def side(self, name: str) -> contextmanager[None] | nullcontext[None]:
+    def side(self, name: str, /) -> AbstractContextManager[None]:
         """Work inside runs on stream `name`, after everything already issued on the current stream."""
 
     def mark(self) -> torch.Event | None:
@@ -29,7 +29,7 @@ class Streams(Protocol):
 class HostStreams:
     """CPU: kernels run when they are called, so there is nothing to order."""
 
-    def side(self, name: str) -> nullcontext[None]:
+    def side(self, _name: str, /) -> nullcontext[None]:
         """Nothing to switch."""
         return nullcontext()
 
@@ -53,7 +53,7 @@ class AcceleratorStreams:
         self._streams = {name: torch.Stream(device) for name in (GATHER, REDUCE)}
 
     @contextmanager
-    def side(self, name: str) -> Iterator[None]:
+    def side(self, name: str, /) -> Iterator[None]:
         """Run on side stream `name` after what the current stream has been given so far."""
         stream = self._streams[name]
         stream.wait_event(self.mark())
@@ -74,7 +74,7 @@ class AcceleratorStreams:
 
 def make_streams(device: torch.device) -> Streams:
     """Streams for `device`."""
-    return HostStreams() if device.type in ("cpu", "meta") else AcceleratorStreams(device)  # type: ignore[return-value]
+    return HostStreams() if device.type in ("cpu", "meta") else AcceleratorStreams(device)
 
 
 class BufferPool:
@@ -112,7 +112,7 @@ class BufferPool:
         assert storage.nbytes() == 0, "the storage already holds memory"
         for i in range(len(self._spare) - 1, -1, -1):
             if self._spare[i].nbytes() == nbytes:
-                storage._swap_data_ptr_(self._spare.pop(i))
+                _swap_memory(storage, self._spare.pop(i))
                 break
         else:
             storage.resize_(nbytes)
@@ -127,7 +127,7 @@ class BufferPool:
             storage.resize_(0)
             return
         spare = torch.UntypedStorage(0, device=self._device)
-        spare._swap_data_ptr_(storage)
+        _swap_memory(spare, storage)
         self._spare.append(spare)
         while self.spare_bytes > self._limit_bytes:
             del self._spare[0]
@@ -135,6 +135,12 @@ class BufferPool:
     def reset_peak(self) -> None:
         """Start a new measurement of `peak_bytes`."""
         self.peak_bytes = self.live_bytes
+
+
+def _swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+    """Exchange what lies under two storages of one device, without a copy."""
+    inside: Any = a
+    inside._swap_data_ptr_(b)
 
 
 def default_device_type() -> str:

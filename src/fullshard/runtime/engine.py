@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -84,7 +85,7 @@ class Engine:
     def resolve_prefetch(self, unit: Unit) -> None:
         """Turn the units that `unit` wants prefetched into indices; units of other engines are left out."""
         mine = {id(each): each.index for each in self.units}
-        indices = {
+        indices: dict[str, Any] = {
             field: tuple(mine[id(wanted)] for wanted in units if id(wanted) in mine)
             for field, units in unit.prefetch.items()
         }
@@ -99,7 +100,7 @@ class Engine:
 
     def on(self, event: Event) -> None:
         """Answer one event: decide, then act."""
-        if self._broken is not None and event.kind is not EventKind.ABORT:
+        if self._broken is not None and event.kind not in (EventKind.ABORT, EventKind.FORWARD_FAILED):
             raise MisuseError(
                 f"communication failed earlier ({self._broken}); the process group cannot be used any more, "
                 "restart the job from its last checkpoint"
@@ -146,6 +147,13 @@ class Engine:
         )
         self.on(Event(EventKind.END_BACKWARD, units=units, last=self.is_last_backward))
 
+    def forward_failed(self, unit: Unit, inside_backward: bool) -> None:
+        """The forward of `unit` raised; nothing here may hide that error."""
+        try:
+            self.on(Event(EventKind.FORWARD_FAILED, unit.index, inside_backward=inside_backward))
+        except CommunicationError:
+            self._release_all()
+
     def abort(self) -> None:
         """Give up the current step: every unit returns to sharded, and the next step just works.
 
@@ -158,15 +166,23 @@ class Engine:
         except CommunicationError:
             # Kept in `_broken`, and raised at the next event; here it would hide why the step was given up.
             self._release_all()
-        if failed_backward and any([unit.undo_backward() for unit in self.units]):
+        if failed_backward:
+            self._undo_backward()
+
+    def _undo_backward(self) -> None:
+        lost = [unit.undo_backward() for unit in self.units]
+        if any(lost):
             for unit in self.units:
                 unit.clear_gradients()
             warn_dropped()
 
     def _release_all(self) -> None:
+        """Communication is lost: give up what is in flight, whatever each unit says about it."""
         self.scheduler.on(Event(EventKind.ABORT))
         for unit in self.units:
-            unit.register_sharded()
+            for give_up in (unit.discard, unit.free):
+                with suppress(CommunicationError):
+                    give_up()
 
 
 class _Linker:

@@ -6,10 +6,10 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.core.layout import Region, align
 from fullshard.runtime.collectives import ReduceItem
+from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.storage import FlatBuffers, rows_first
 
 
@@ -48,9 +48,6 @@ class GradientFlow:
         self.buffers = buffers
         self.sharded = sharded
         self.sum_dtype = sum_dtype
-        # The flat gradient shard that `sharded[i].grad` view now, and those views; None where a grad is not one of ours.
-        self.flat: torch.Tensor | None = None
-        self._bound: list[DTensor | None] = [None] * len(sharded)
         self._held: dict[int, torch.Tensor] = {}  # full gradients that wait for a synchronizing backward
         self._holding = False  # `hold` was called since the last reduction, on every rank alike
         self._sum: _Sum | None = None
@@ -90,7 +87,8 @@ class GradientFlow:
         if divide_before != 1.0:
             taken = [None if g is None else g / divide_before for g in taken]
         flat = self.buffers.shard.new_empty(gradient_numel + len(taken), dtype=self.sum_dtype)
-        items = [self._large_item(region, taken, flat) for region in layout.regions if self._is_large(region, trainable)]
+        large = (region for region in layout.regions if trainable[region.index] and not region.packed)
+        items = [self._large_item(region, taken, flat) for region in large]
         bucket = self._fill_bucket(taken, min(layout.packed_numel, gradient_numel))
         result = bucket.new_empty(bucket.shape[1])
         items.append(ReduceItem("small parameters", bucket.view(-1), bucket.shape[1], result))
@@ -137,15 +135,12 @@ class GradientFlow:
         self._touched = True
         self._added |= any(parameter.grad is not None for parameter in self.sharded)
         trainable = self.trainable()
-        if self.flat is not None and self.is_flat() and self.flat.numel() == flat.numel():
-            self.flat.add_(flat)
-            flat = self.flat
-        else:
-            self.flat = flat if all(p.grad is None for p in self.sharded) else None
-            self._bound = [None] * counts
+        existing = self.flat()
+        if existing is not None and existing.numel() == flat.numel():
+            existing.add_(flat)
         for region in self.buffers.layout.regions:
             if used[region.index] and trainable[region.index]:
-                self._bind_one(region, flat)
+                self._bind_one(region, flat, existing)
 
     def begin_backward(self) -> None:
         """A backward begins: what it does to gradients can be told from what was there."""
@@ -161,7 +156,6 @@ class GradientFlow:
 
     def clear(self) -> None:
         """Remove the gradients of the sharded parameters."""
-        self.flat = None
         for parameter in self.sharded:
             parameter.grad = None
 
@@ -173,23 +167,31 @@ class GradientFlow:
         for full in self.buffers.full:
             full.grad = None
 
-    def is_flat(self) -> bool:
-        """Whether the flat gradient shard still is what the parameters' `.grad` view."""
-        return self.flat is not None and all(
-            parameter.grad is bound for parameter, bound in zip(self.sharded, self._bound, strict=True)
-        )
+    def flat(self) -> torch.Tensor | None:
+        """The flat gradient shard, 1-D, if every `.grad` that is there is still its part of one; else None.
 
-    def _bind_one(self, region: Region, flat: torch.Tensor) -> None:
+        It is found through the gradients, not kept: so `zero_grad` frees it, and a gradient that the user replaced is
+        never mistaken for ours.
+        """
+        trainable = self.trainable()
+        base: torch.Tensor | None = None
+        for region in self.buffers.layout.regions:
+            gradient = self.sharded[region.index].grad
+            if gradient is None:
+                continue
+            local = local_of(gradient)
+            base = local._base if base is None else base
+            if base is None or local._base is not base or local.storage_offset() != region.shard_offset:
+                return None
+        numel = self.buffers.layout.gradient_numel(trainable)
+        return None if base is None or base.dim() != 1 or base.numel() < numel else base[:numel]
+
+    def _bind_one(self, region: Region, flat: torch.Tensor, existing: torch.Tensor | None) -> None:
         parameter = self.sharded[region.index]
-        if parameter.grad is not None and parameter.grad is self._bound[region.index] and flat is self.flat:
-            return  # it views `flat`, which already holds the sum
-        local = self.buffers.local(region, flat)
-        if parameter.grad is not None:
-            parameter.grad._local_tensor.add_(local)
-            return
-        gradient = DTensor(local, parameter._spec, requires_grad=False)
-        parameter.grad = gradient
-        self._bound[region.index] = gradient if flat is self.flat else None
+        if parameter.grad is None:
+            parameter.grad = sharded_like(parameter, self.buffers.local(region, flat if existing is None else existing))
+        elif existing is None:
+            local_of(parameter.grad).add_(self.buffers.local(region, flat))
 
     def _take(self, i: int) -> torch.Tensor | None:
         """The full gradient of parameter i, 1-D with its rows in order, or None."""
@@ -212,10 +214,6 @@ class GradientFlow:
         """
         computed = self.buffers.full[0].dtype
         return computed if computed.itemsize < self.sum_dtype.itemsize and not self._holding else self.sum_dtype
-
-    @staticmethod
-    def _is_large(region: Region, trainable: list[bool]) -> bool:
-        return trainable[region.index] and not region.packed
 
     def _large_item(self, region: Region, taken: list[torch.Tensor | None], flat: torch.Tensor) -> ReduceItem:
         source = taken[region.index]

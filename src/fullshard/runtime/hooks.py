@@ -66,7 +66,7 @@ class UnitHooks:
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not tensors:
             return args, kwargs
-        watched = _AfterBackward.apply(self.post_backward, *tensors)
+        watched = _AfterBackward.apply(self.post_backward, *tensors)  # type: ignore[no-untyped-call]
         replaced = {id(old): new for old, new in zip(tensors, watched, strict=True)}
         return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
@@ -78,7 +78,7 @@ class UnitHooks:
         inside = _autograd_runs()
         if output is None and sys.exc_info()[1] is not None:
             self._ran.clear()
-            engine.on(Event(EventKind.FORWARD_FAILED, unit.index, inside_backward=inside))
+            engine.forward_failed(unit, inside)
             return output
         if unit.precision.output_dtype is not None:
             output = map_tensors(partial(_cast, unit.precision.output_dtype), output)
@@ -132,7 +132,7 @@ class UnitHooks:
         if not engine.in_backward:
             end = _EndOfBackward(engine)
             engine.enter_backward(end)
-            Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(end)
         engine.on(Event(EventKind.PRE_BACKWARD, self._unit.index))
 
     def post_backward(self) -> None:
@@ -156,14 +156,14 @@ class _AfterBackward(torch.autograd.Function):
     """Identity on tensors; calls back when their gradients have been computed."""
 
     @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         # Inputs that got no gradient keep none: zeros in their place would cost memory and change `grad is None`.
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.call()
         return (None, *gradients)
 

@@ -26,7 +26,7 @@ def full_parameters_of(module: nn.Module) -> Iterator[None]:
     sharded = {
         name: parameter
         for name, parameter in module._parameters.items()
-        if parameter is not None and REGISTRY.owner.get(parameter) is not None and not parameter.is_meta
+        if parameter is not None and REGISTRY.owner(parameter) is not None and not parameter.is_meta
     }
     full = {name: _full_with_own_rows(parameter) for name, parameter in sharded.items()}
     module._parameters.update(full)
@@ -40,7 +40,8 @@ def full_parameters_of(module: nn.Module) -> Iterator[None]:
 
 def _place_of(parameter: nn.Parameter) -> tuple[Unit, Any, Any]:
     """Unit, flow and region of a sharded parameter."""
-    unit: Unit = REGISTRY.owner[parameter]()
+    unit = REGISTRY.owner(parameter)
+    assert unit is not None
     for flow in unit.flows:
         for region in flow.buffers.layout.regions:
             if flow.sharded[region.index] is parameter:
@@ -118,8 +119,8 @@ def materialize(
         ValueError: A module holds parameters or buffers and `init_fn` is not given and it has no `reset_parameters`.
     """
     if device is None:
-        units = [REGISTRY.owner[p]() for p in model.parameters() if REGISTRY.owner.get(p) is not None]
-        device = units[0].place.device if units else torch.device("cpu")
+        units = (REGISTRY.owner(parameter) for parameter in model.parameters())
+        device = next((unit.place.device for unit in units if unit is not None), torch.device("cpu"))
     if init_fn is None:
         _check_can_reset(model)
     model.to_empty(device=device)
@@ -146,5 +147,3 @@ def _check_can_reset(model: nn.Module) -> None:
             f"modules {cannot} hold parameters or buffers but have no reset_parameters method; "
             "pass init_fn to say how to initialize them"
         )
-
-

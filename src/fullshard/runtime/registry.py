@@ -1,8 +1,7 @@
-"""What must be findable from a tensor or from anywhere: which unit owns a parameter, which tensors hold no values yet.
+"""What must be findable from a bare tensor: which unit owns a parameter, which tensors hold no values yet.
 
-This is the only state of the package outside the objects that a user holds. It is keyed weakly by tensor identity, so it
-never keeps a tensor alive; it exists because an optimizer or a second `fully_shard` call meets bare tensors, and nothing
-may be written on a user's tensor.
+This is the only state of the package outside the objects that a user holds. It never keeps a tensor alive; it exists
+because an optimizer or a second `fully_shard` call meets bare tensors, and nothing may be written on a user's tensor.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ class Registry:
 
     Attributes:
         replaced: Full parameter that `fully_shard` took out of a module -> (unit, parameter name).
-        owner: Sharded parameter -> its unit.
+        owners: Identity of a sharded parameter -> its unit. By number, not by weak reference: torch refuses to convert
+            (move, cast) a parameter that is weakly referenced. The unit keeps the parameter, so the number stays its.
         unfilled: Buffer that was materialized from meta -> its version at that moment.
         engines: Engines that are alive.
     """
 
     def __init__(self) -> None:
         self.replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.owners: dict[int, weakref.ref[Unit]] = {}
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -38,9 +38,22 @@ class Registry:
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:
         """`unit` has replaced `originals`, in the order of its members."""
         reference = weakref.ref(unit)
-        for member, original in zip(unit.members, originals, strict=True):
+        numbers = [id(member.sharded) for member in unit.members]
+        for number, member, original in zip(numbers, unit.members, originals, strict=True):
             self.replaced[original] = (reference, member.spec.name)
-            self.owner[member.sharded] = reference
+            self.owners[number] = reference
+        weakref.finalize(unit, self._forget, numbers, reference)
+
+    def _forget(self, numbers: list[int], reference: weakref.ref[Unit]) -> None:
+        for number in numbers:
+            if self.owners.get(number) is reference:
+                del self.owners[number]
+
+    def owner(self, parameter: torch.Tensor) -> Unit | None:
+        """The unit that holds this sharded parameter, or None."""
+        reference = self.owners.get(id(parameter))
+        unit = None if reference is None else reference()
+        return unit if unit is not None and any(member.sharded is parameter for member in unit.members) else None
 
     def unit_that_replaced(self, tensor: torch.Tensor) -> tuple[Unit, str] | None:
         """The unit that took this full parameter, and its name there."""

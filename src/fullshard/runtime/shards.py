@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fullshard.core.layout import FlatLayout, Region, plan_layout
 from fullshard.core.spec import ParamSpec, World
 from fullshard.runtime.describe import Found, Slot
+from fullshard.runtime.dtensors import local_of, set_local
 from fullshard.runtime.gradients import GradientFlow
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.storage import FlatBuffers, rows_first
@@ -85,7 +86,7 @@ def reflatten(members: list[Member], place: Place, precision: MixedPrecisionPoli
     The sharded parameter objects stay; their local tensors become views of the new flat shards.
     """
     for member in members:
-        local = _local(member.sharded)
+        local = local_of(member.sharded)
         dtype = str(local.dtype).removeprefix("torch.")
         member.spec = replace(member.spec, dtype=dtype, itemsize_bytes=local.element_size())
         if local.device.type not in ("meta", place.device.type):
@@ -96,13 +97,13 @@ def reflatten(members: list[Member], place: Place, precision: MixedPrecisionPoli
     flows: list[GradientFlow] = []
     with torch.inference_mode(False), torch.no_grad():
         for indices in _by_dtype([member.spec for member in members]):
-            buffers = _allocate([members[i].spec for i in indices], place, _local(members[indices[0]].sharded))
+            buffers = _allocate([members[i].spec for i in indices], place, local_of(members[indices[0]].sharded))
             for region in buffers.layout.regions:
                 sharded = members[indices[region.index]].sharded
-                local = _local(sharded)
+                local = local_of(sharded)
                 if not local.is_meta:
                     buffers.local(region).copy_(local)
-                sharded._local_tensor = buffers.local(region)  # type: ignore[attr-defined]
+                set_local(sharded, buffers.local(region))
             flows.append(_flow(buffers, [members[i].sharded for i in indices], precision))
     return flows
 
@@ -110,12 +111,7 @@ def reflatten(members: list[Member], place: Place, precision: MixedPrecisionPoli
 def is_flat(members: list[Member], flows: list[GradientFlow]) -> bool:
     """Whether every local tensor still is a view of its flat shard."""
     storages = {flow.buffers.shard.untyped_storage()._cdata for flow in flows}
-    return all(_local(member.sharded).untyped_storage()._cdata in storages for member in members)
-
-
-def _local(sharded: nn.Parameter) -> torch.Tensor:
-    local: torch.Tensor = sharded._local_tensor  # type: ignore[attr-defined]
-    return local
+    return all(local_of(member.sharded).untyped_storage()._cdata in storages for member in members)
 
 
 def _allocate(specs: list[ParamSpec], place: Place, like: torch.Tensor) -> FlatBuffers:

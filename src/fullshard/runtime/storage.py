@@ -3,8 +3,8 @@
 [Note: one storage object, many blocks of memory]
 Autograd saves views of full parameters; a saved view holds the *storage object*. So each buffer has one storage object
 for life. To free it, its memory is taken away (`BufferPool.drain`); to gather again, memory is put back (`fill`).
-Writes go through `whole` tensors that share the storage but not the version counter of the parameters, so that refilling
-does not look to autograd like a forbidden in-place change.
+Writes go through tensors that share the storage but not the version counter of the parameters, so that refilling does
+not look to autograd like a forbidden in-place change.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `fn` applied to every tensor in it; containers are rebuilt, of the same type, only if one changed."""
+    """`value` with `fn` applied to every tensor in it; containers are rebuilt, in their type, only if one changed."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, Mapping):
@@ -26,13 +26,14 @@ def _map_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any,
     mapped = {key: map_tensors(fn, item) for key, item in value.items()}
     if all(mapped[key] is item for key, item in value.items()):
         return value
-    if type(value) is dict:
+    kind: Any = type(value)
+    if kind is dict:
         return mapped
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(kind):
         # Mappings that are dataclasses too (model outputs of some libraries) are built from their fields.
-        return type(value)(**mapped)
+        return kind(**mapped)  # type: ignore[operator]
     try:
-        return type(value)(mapped)  # type: ignore[call-arg]
+        return kind(mapped)
     except TypeError:
         return mapped
 

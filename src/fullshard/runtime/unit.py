@@ -51,21 +51,22 @@ class Unit:
         index: Number in the engine; -1 until the engine starts.
     """
 
-    def __init__(self, found: Sequence[Found], place: Place, precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
+    def __init__(
+        self, found: Sequence[Found], place: Place, precision: MixedPrecisionPolicy, policy: UnitPolicy
+    ) -> None:
         self.name = ""
         self.index = -1
         self.place = place
         self.precision = precision
         self.policy = policy
         self.engine: Engine | None = None
-        self.divide_factor: float | None = None
         # Units that the user wants gathered when this one enters forward or backward; indices are known to an engine.
         self.prefetch: dict[str, list[Unit]] = {}
         # Identities of the unit's modules: a reference to the modules would be a cycle.
         self.module_ids: set[int] = set()
         self.members, self.flows = shard_parameters(found, place, precision)
         # Where parameters are registered: (module's dict, name, sharded, full); full ones exist from `start` on.
-        self._swaps: list[tuple[dict[str, torch.Tensor | None], str, nn.Parameter, nn.Parameter]] = []
+        self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         self._links: Links | None = None
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
@@ -109,7 +110,9 @@ class Unit:
         self.flows = reflatten(self.members, self.place, self.precision)
         if was_meta:
             shards = [flow.buffers.shard for flow in self.flows]
-            self._unfilled = {i: shard._version for i, shard in enumerate(shards) if shard.numel() and not shard.is_meta}
+            self._unfilled = {
+                i: shard._version for i, shard in enumerate(shards) if shard.numel() and not shard.is_meta
+            }
         if self._links is not None:
             self.start(self.name, self.index, self._links)
 
@@ -236,7 +239,8 @@ class Unit:
 
     def undo_backward(self) -> bool:
         """See `GradientFlow.undo_backward`."""
-        return any([flow.undo_backward() for flow in self.flows])
+        lost = [flow.undo_backward() for flow in self.flows]
+        return any(lost)
 
     def clear_gradients(self) -> None:
         """Remove the gradients of the sharded parameters."""
@@ -262,7 +266,7 @@ class Unit:
 
     def _divide_factors(self) -> tuple[float, float]:
         small = any(flow.sum_dtype == torch.float16 for flow in self.flows)
-        return divide_factors(self.place.world.data_parallel_size, small, self.divide_factor)
+        return divide_factors(self.place.world.data_parallel_size, small, self.policy.divide_factor)
 
     def _call(self, op: str, code: int, number: int) -> Call:
         # The same on every rank, without a counter that could drift: ranks that run different units do not match.

@@ -14,7 +14,16 @@ from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
 from fullshard.runtime.device import BufferPool, Streams
 
-__all__ = ["Call", "GatherItem", "Pending", "ReduceItem", "Transport", "check_agreement", "make_transport", "sum_scalars"]
+__all__ = [
+    "Call",
+    "GatherItem",
+    "Pending",
+    "ReduceItem",
+    "Transport",
+    "check_agreement",
+    "make_transport",
+    "sum_scalars",
+]
 
 TRANSPORTS = ("auto", "direct", "torch")
 

@@ -16,7 +16,8 @@ class GatherItem:
 
     Attributes:
         label: Parameter name, for messages.
-        whole: Shape [size * chunk_numel], or [numel] where the transport moves exact chunks. The caller has put this rank's chunk in its place.
+        whole: Shape [size * chunk_numel], or [numel] where the transport moves exact chunks. The caller has put this
+            rank's chunk in its place.
         chunk_numel: Elements of a full chunk; rank r's chunk begins at r * chunk_numel.
         numel: Elements that carry data; what lies beyond is padding and need not be moved.
     """

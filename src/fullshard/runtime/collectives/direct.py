@@ -222,7 +222,7 @@ class Direct:
                 continue
             part = torch.empty(0, dtype=item.source.dtype, device=item.source.device)
             if numel:
-                part.set_(staging, offset_bytes // element_bytes, (numel,))
+                part.set_(staging, offset_bytes // element_bytes, (numel,), (1,))
                 offset_bytes += step
             incoming.append(part)
         return incoming
