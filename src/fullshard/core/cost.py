@@ -10,6 +10,9 @@ from fullshard.core.schedule import Command
 
 _ACQUIRE = (Op.GATHER, Op.GATHER_SECONDARY)
 _RELEASE = (Op.FREE, Op.SHRINK)
+# FREE and DISCARD complete what is in flight: memory cannot go while messages fill it.
+_WAITS_FOR_REDUCE = (Op.WAIT_REDUCE, Op.DISCARD)
+_WAITS = (Op.WAIT_GATHER, Op.FREE, *_WAITS_FOR_REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +39,34 @@ class Compute:
     seconds: float
 
 
-def peak_full_bytes(commands: Iterable[Command | Compute], costs: Sequence[UnitCost]) -> int:
+Stream = Iterable[Command | Compute]
+
+
+def peak_full_bytes(stream: Stream, costs: Sequence[UnitCost]) -> int:
     """Most bytes of full buffers that are alive at once while the commands run."""
-    held: set[int] = set()
-    alive = peak = 0
-    for command in commands:
-        if isinstance(command, Compute):
-            continue
-        if command.op in _ACQUIRE and command.unit not in held:
-            held.add(command.unit)
-            alive += costs[command.unit].full_bytes
-            peak = max(peak, alive)
-        elif command.op in _RELEASE and command.unit in held:
-            held.remove(command.unit)
-            alive -= costs[command.unit].full_bytes
-    return peak
+    return _peak(stream, [cost.full_bytes for cost in costs], _ACQUIRE, _RELEASE)
 
 
-def peak_gradient_bytes(commands: Iterable[Command | Compute], costs: Sequence[UnitCost]) -> int:
+def peak_gradient_bytes(stream: Stream, costs: Sequence[UnitCost]) -> int:
     """Most bytes of full gradients on the wire at once."""
-    alive = peak = 0
-    for command in commands:
-        if isinstance(command, Compute):
+    return _peak(stream, [cost.gradient_bytes for cost in costs], (Op.REDUCE,), (Op.WAIT_REDUCE, Op.DISCARD))
+
+
+def _peak(stream: Stream, sizes: Sequence[int], acquire: tuple[Op, ...], release: tuple[Op, ...]) -> int:
+    held: set[int] = set()
+    peak = 0
+    for item in stream:
+        if isinstance(item, Compute):
             continue
-        if command.op is Op.REDUCE:
-            alive += costs[command.unit].gradient_bytes
-            peak = max(peak, alive)
-        elif command.op is Op.WAIT_REDUCE:
-            alive -= costs[command.unit].gradient_bytes
+        if item.op in acquire:
+            held.add(item.unit)
+            peak = max(peak, sum(sizes[unit] for unit in held))
+        elif item.op in release:
+            held.discard(item.unit)
     return peak
 
 
-def exposed_seconds(stream: Iterable[Command | Compute], costs: Sequence[UnitCost]) -> float:
+def exposed_seconds(stream: Stream, costs: Sequence[UnitCost]) -> float:
     """Seconds that waits block, on one link that serves transfers in the order in which they were issued."""
     now = link_free = exposed = 0.0
     done: dict[tuple[int, bool], float] = {}
@@ -80,8 +79,8 @@ def exposed_seconds(stream: Iterable[Command | Compute], costs: Sequence[UnitCos
             seconds = cost.reduce_seconds if item.op is Op.REDUCE else cost.gather_seconds
             link_free = max(now, link_free) + seconds
             done[item.unit, item.op is Op.REDUCE] = link_free
-        elif item.op in (Op.WAIT_GATHER, Op.WAIT_REDUCE):
-            ready = done.get((item.unit, item.op is Op.WAIT_REDUCE), now)
+        elif item.op in _WAITS:
+            ready = done.get((item.unit, item.op in _WAITS_FOR_REDUCE), now)
             exposed += max(0.0, ready - now)
             now = max(now, ready)
     return exposed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, isinf, isnan
+from math import isinf
 
 
 def divide_factors(world_size: int, small_range: bool, override: float | None = None) -> tuple[float, float]:
@@ -30,13 +30,4 @@ def divide_factors(world_size: int, small_range: bool, override: float | None = 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:
     """What to multiply gradients by so that their norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_`."""
-    return min(1.0, max_norm / (total_norm + 1e-6))
-
-
-def combine_norms(parts: list[float], norm_type: float) -> float:
-    """The `norm_type` norm of a vector from the norms of its pieces; NaN if any piece is NaN."""
-    if any(isnan(part) for part in parts):
-        return float("nan")
-    if norm_type == inf:
-        return max(parts, default=0.0)
-    return float(sum(part**norm_type for part in parts) ** (1.0 / norm_type))
+    return min(max_norm / (total_norm + 1e-6), 1.0)  # in this order: the other way round hides a NaN

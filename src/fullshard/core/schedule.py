@@ -12,16 +12,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from fullshard.core.lifecycle import TABLE, Op, State, Step
+from fullshard.core.order import LOOKAHEAD, ForwardOrder
 from fullshard.core.policy import AfterForward, SchedulePolicy, UnitPolicy
 from fullshard.errors import MisuseError
 
-# How far ahead a prefetch looks: past this many units the order is a guess that is not worth the search.
-LOOKAHEAD = 16
 # Forwards whose backward never comes (evaluation with gradients enabled) must not let the record grow without bound.
 MAX_RECORD_PER_UNIT = 64
 
@@ -76,39 +74,6 @@ class Command:
 
     def __str__(self) -> str:
         return f"{self.op.name} {self.unit}"
-
-
-@dataclass
-class ForwardOrder:
-    """The order in which units enter forward: what is expected, how far this step has come, what it did."""
-
-    expected: list[int]
-    position: int = 0
-    recorded: list[int] = field(default_factory=list)
-
-    def begin(self) -> None:
-        """A forward of the root begins: what the last one did is expected again."""
-        if self.recorded:
-            self.expected = self.recorded
-        self.recorded = []
-        self.position = 0
-
-    def enter(self, unit: int, limit: int) -> None:
-        """`unit` enters forward."""
-        if len(self.recorded) < limit:
-            self.recorded.append(unit)
-        for start in (self.position, 0):
-            with suppress(ValueError):
-                self.position = self.expected.index(unit, start) + 1
-                return
-
-    def upcoming(self) -> list[int]:
-        """Units expected next."""
-        return self.expected[self.position : self.position + LOOKAHEAD]
-
-    def at_end(self) -> bool:
-        """Whether no further unit is expected."""
-        return self.position >= len(self.expected)
 
 
 class Scheduler:
@@ -382,7 +347,8 @@ class Scheduler:
         return tuple(wanted)
 
     def _needs_no_prefetch(self, unit: int) -> bool:
-        return unit in self._pinned or self.states[unit] in (State.KEPT, State.HELD, State.FORWARD, State.BACKWARD)
+        full = self.states[unit] in (State.KEPT, State.HELD, State.FORWARD, State.BACKWARD)
+        return full or unit in self._pinned or not self.full_bytes[unit]
 
     def _drop_prefetched(self, wanted: tuple[int, ...] = ()) -> None:
         for unit, state in enumerate(self.states):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 
 
@@ -80,9 +77,3 @@ class World:
     def data_parallel_size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.size * self.replicas
-
-
-def fingerprint(specs: Sequence[ParamSpec]) -> str:
-    """A digest that is equal on two ranks exactly when they describe the same parameters in the same order."""
-    text = json.dumps([asdict(spec) for spec in specs], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
