@@ -1,0 +1,49 @@
+"""Policies: what a user's settings mean, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from core.support import Core, holds, holds_for
+
+
+@holds_for(st.integers(1, 64))
+def test_reshard_after_forward_takes_exactly_the_true_divisors(core: Core, size: int) -> None:
+    policy = core.policy
+    assert policy.after_forward(None, size) is policy.AfterForward.AUTO
+    assert policy.after_forward(True, size) is policy.AfterForward.FREE
+    assert policy.after_forward(False, size) is policy.AfterForward.KEEP
+    for number in range(-2, size + 3):
+        if 1 < number < size and size % number == 0:
+            assert policy.after_forward(number, size) is policy.AfterForward.SHRINK
+        else:
+            with pytest.raises(ValueError, match=f"reshard_after_forward={number} must be a divisor"):
+                policy.after_forward(number, size)
+
+
+@holds
+def test_bad_settings_are_refused_with_what_to_do(core: Core) -> None:
+    policy = core.policy
+    with pytest.raises(ValueError, match=r"shard axis size 12 other than 1 and 12 \(use False for 1, True for 12\)"):
+        policy.after_forward(5, 12)
+    with pytest.raises(ValueError, match=r"possible here: \[2, 3, 4, 6\]$"):
+        policy.after_forward(12, 12)
+    with pytest.raises(ValueError, match=r"possible here: none$"):
+        policy.after_forward(2, 7)
+    wrong: Any
+    for wrong, name in ((2.0, "float"), ("2", "str")):
+        with pytest.raises(TypeError, match=f"^reshard_after_forward must be a bool, an int or None, got {name}$"):
+            policy.after_forward(wrong, 4)
+    with pytest.raises(ValueError, match=r"^prefetch_bytes must be None or at least 0, got -1$"):
+        policy.SchedulePolicy(prefetch_bytes=-1)
+    with pytest.raises(ValueError, match=r"^reduces_in_flight must be at least 1, got 0$"):
+        policy.SchedulePolicy(reduces_in_flight=0)
+
+
+@holds
+def test_smallest_settings_are_accepted(core: Core) -> None:
+    assert core.policy.SchedulePolicy(prefetch_bytes=0, reduces_in_flight=1).prefetch_bytes == 0
+    assert core.policy.SchedulePolicy().prefetch_bytes is None
