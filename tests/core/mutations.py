@@ -479,7 +479,7 @@ SCHEDULE = [
         "schedule",
         "self.prefetched_bytes() + sum(self.full_bytes[u] for u in around)",
         "self.prefetched_bytes()",
-        "test_a_repeated_step_settles_and_wastes_nothing",
+        "test_the_buffer_that_stays_after_forward_is_the_one_backward_needs_first",
     ),
     Mutation(
         "a unit that backward does not read is gathered for it",

@@ -241,6 +241,23 @@ def test_as_many_reductions_overlap_as_allowed(core: Core, case: tuple[Chain, in
 
 
 @holds
+def test_the_buffer_that_stays_after_forward_is_the_one_backward_needs_first(core: Core) -> None:
+    """Unit 2 is inside unit 1: it enters forward last, but unit 1 leaves last and comes first in backward."""
+    model = Model((100,) * 3, (True,) * 3, (1,) * 3, (-1, 0, 1))
+    emitter = Emitter(model, (Setting(),) * 3)
+    call = Call(0, inner=(Call(1, inner=(Call(2),)),))
+    emitter.run([call])
+    emitter.backward(call)
+    emitter.end_backward()
+    engine = {"prefetch_bytes": None, "reduces_in_flight": 1, "replicated": False}
+    runner = Runner(core, Case(model, emitter.settings, engine, ()))
+    stays = [unit for commands in runner.feed_all(emitter.items) for op, unit in commands if op == "STASH"]
+    assert stays == [1]
+    assert runner.simulator.wasted_gathers == 0
+    assert runner.simulator.gathers == 3 + 1
+
+
+@holds
 def test_a_prefetch_does_not_wait_behind_units_without_parameters(core: Core) -> None:
     """Unit 1 is only a container of others: that it has nothing to gather must not use up the one prefetch."""
     model = Model((100, 0, 100), (True, False, True), (1, 1, 1), (-1, 0, 1))
