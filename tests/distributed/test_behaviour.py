@@ -478,3 +478,32 @@ def check_state_dict(rank: int) -> None:
 def test_state_dict_is_sharded_in_every_state(cluster: Cluster) -> None:
     """B38."""
     cluster.run(check_state_dict)
+
+
+def check_two_optimizers(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = Stack()
+    torch.manual_seed(0)
+    model = fully_shard(Stack())
+    optimizers = [
+        (torch.optim.SGD(m.blocks[0].parameters(), lr=0.1), torch.optim.SGD(m.blocks[1:].parameters(), lr=0.1))
+        for m in (model, reference)
+    ]
+    for step in range(3):
+        for first, second in optimizers:
+            first.zero_grad()
+            if step == 1:
+                second.zero_grad()
+        model(batch(rank, step)).sum().backward()
+        torch.stack([reference(batch(r, step)).sum() for r in range(2)]).mean().backward()
+        for first, second in optimizers:
+            first.step()
+            second.step()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad), theirs.grad)
+            torch.testing.assert_close(full(ours.detach()), theirs.detach())
+
+
+def test_gradients_cleared_for_some_parameters_of_a_unit(cluster: Cluster) -> None:
+    """Two optimizers on one unit: what one has cleared must not come back with what the other accumulates."""
+    cluster.run(check_two_optimizers)

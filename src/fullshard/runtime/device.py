@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+
+# Numbers of mallopt(3) in glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 # Names of the two side streams.
 GATHER = "gather"
@@ -141,6 +148,22 @@ def _swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
     """Exchange what lies under two storages of one device, without a copy."""
     inside: Any = a
     inside._swap_data_ptr_(b)
+
+
+def keep_freed_host_memory(nbytes: int) -> bool:
+    """Let the C library keep up to `nbytes` of freed memory at the end of its heap, for the whole process.
+
+    Gradients come from autograd and go after each reduce. Left to itself glibc gives such blocks back to the kernel and
+    takes them anew, page fault by page fault, many times a step. Other C libraries and allocators are left alone.
+
+    Returns:
+        Whether it was done.
+    """
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    largest_heap_block = 32 << 20  # glibc's own upper limit of this setting
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, largest_heap_block) and libc.mallopt(_M_TRIM_THRESHOLD, nbytes))
 
 
 def default_device_type() -> str:

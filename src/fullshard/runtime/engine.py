@@ -16,11 +16,12 @@ from fullshard.core.policy import SchedulePolicy, UnitPolicy
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.collectives import Transport, make_transport
-from fullshard.runtime.device import BufferPool, make_streams
+from fullshard.runtime.device import BufferPool, keep_freed_host_memory, make_streams
 from fullshard.runtime.gradients import warn_dropped
 from fullshard.runtime.unit import Links, Unit
 
 _LOG_COMMANDS = 65536
+_KEEP_AT_MOST_BYTES = 1 << 30
 
 _EXECUTE: dict[Op, Callable[[Unit], None]] = {
     Op.GATHER: Unit.gather,
@@ -48,6 +49,7 @@ class Engine:
     Attributes:
         log: Commands executed so far, newest last, bounded.
         is_last_backward: Whether the end of a backward waits for all reductions.
+        watch: If set, called for every command in place of executing it; it must call `act(unit)` once.
         parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
     """
 
@@ -58,6 +60,7 @@ class Engine:
         self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
         self.is_last_backward = True
         self.parameters_changed = False
+        self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self._broken: CommunicationError | None = None
         # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
         self._backward: weakref.ref[Any] | None = None
@@ -73,6 +76,9 @@ class Engine:
         # The unit in use and the prefetched one: their blocks go round, so no more is worth keeping.
         self.pool.raise_limit(2 * max(sizes))
         self.pool.reset_peak()
+        if self.units[0].place.device.type == "cpu":
+            # Two units' gradients and what comes from them: about what is freed and allocated again within a step.
+            keep_freed_host_memory(min(4 * max(sizes) + (64 << 20), _KEEP_AT_MOST_BYTES))
         replicated = any(unit.links.replicate is not None for unit in self.units)
         self.scheduler = Scheduler(sizes, [unit.policy for unit in self.units], SchedulePolicy(replicated=replicated))
 
@@ -108,10 +114,16 @@ class Engine:
         for command in self.scheduler.on(event):
             self.log.append(command)
             try:
-                _EXECUTE[command.op](self.units[command.unit])
+                self._execute(self.units[command.unit], _EXECUTE[command.op])
             except CommunicationError as error:
                 self._broken = error
                 raise
+
+    def _execute(self, unit: Unit, act: Callable[[Unit], None]) -> None:
+        if self.watch is None:
+            act(unit)
+        else:
+            self.watch(unit, act)
 
     def before_forward(self) -> None:
         """Bring the engine to a state from which a forward may begin, whatever happened before."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.core.layout import Region, align
+from fullshard.core.layout import FlatLayout, Region, align
 from fullshard.runtime.collectives import ReduceItem
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.storage import FlatBuffers, rows_first
@@ -28,6 +28,40 @@ class _Sum:
     bucket: torch.Tensor
     complete: bool
     sources: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What follows from which parameters are trainable; made anew only when that changes.
+
+    Attributes:
+        trainable: Per parameter.
+        numel: Elements of the flat gradient shard.
+        packed_numel: Elements of it that come with the packed message.
+        gaps: Ranges of it that hold no gradient.
+        large: Trainable regions with a message of their own.
+        small: Trainable regions in the packed message.
+    """
+
+    trainable: tuple[bool, ...]
+    numel: int
+    packed_numel: int
+    gaps: tuple[tuple[int, int], ...]
+    large: tuple[Region, ...]
+    small: tuple[Region, ...]
+
+
+def _plan(layout: FlatLayout, rank: int, trainable: tuple[bool, ...]) -> _Plan:
+    numel = layout.gradient_numel(trainable)
+    regions = [region for region in layout.regions if trainable[region.index]]
+    return _Plan(
+        trainable,
+        numel,
+        min(layout.packed_numel, numel),
+        tuple(layout.gaps(rank, trainable)),
+        tuple(region for region in regions if not region.packed),
+        tuple(region for region in regions if region.packed),
+    )
 
 
 class GradientFlow:
@@ -52,12 +86,16 @@ class GradientFlow:
         self._holding = False  # `hold` was called since the last reduction, on every rank alike
         self._sum: _Sum | None = None
         self._partial: _Sum | None = None  # sum over the shard axis that replicas have not been added to
+        self._plan = _plan(buffers.layout, buffers.world.rank, tuple(p.requires_grad for p in sharded))
         self._touched = False  # this backward has bound gradients
         self._added = False  # this backward has added to gradients of an earlier one
 
-    def trainable(self) -> list[bool]:
-        """Which parameters take part now; flags may change between steps."""
-        return [parameter.requires_grad for parameter in self.sharded]
+    def plan(self) -> _Plan:
+        """The plan for the parameters that are trainable now; flags may change between steps."""
+        trainable = tuple(parameter.requires_grad for parameter in self.sharded)
+        if trainable != self._plan.trainable:
+            self._plan = _plan(self.buffers.layout, self.buffers.world.rank, trainable)
+        return self._plan
 
     def has_full(self) -> bool:
         """Whether full gradients wait to be reduced."""
@@ -78,21 +116,18 @@ class GradientFlow:
 
     def begin(self, divide_before: float) -> list[ReduceItem]:
         """Take the full gradients and return what has to be summed over the shard axis."""
-        trainable = self.trainable()
-        layout = self.buffers.layout
-        gradient_numel = layout.gradient_numel(trainable)
-        if not gradient_numel:
+        plan = self.plan()
+        if not plan.numel:
             return []
-        taken = [self._take(i) if on else None for i, on in enumerate(trainable)]
+        taken = [self._take(i) if on else None for i, on in enumerate(plan.trainable)]
         if divide_before != 1.0:
             taken = [None if g is None else g / divide_before for g in taken]
-        flat = self.buffers.shard.new_empty(gradient_numel + len(taken), dtype=self.sum_dtype)
-        large = (region for region in layout.regions if trainable[region.index] and not region.packed)
-        items = [self._large_item(region, taken, flat) for region in large]
-        bucket = self._fill_bucket(taken, min(layout.packed_numel, gradient_numel))
+        flat = self.buffers.shard.new_empty(plan.numel + len(taken), dtype=self.sum_dtype)
+        items = [self._large_item(region, taken, flat) for region in plan.large]
+        bucket = self._fill_bucket(taken, plan)
         result = bucket.new_empty(bucket.shape[1])
         items.append(ReduceItem("small parameters", bucket.view(-1), bucket.shape[1], result))
-        complete = all(g is not None for g, on in zip(taken, trainable, strict=True) if on)
+        complete = all(g is not None for g, on in zip(taken, plan.trainable, strict=True) if on)
         self._sum = _Sum(flat, result, complete, [item.source for item in items])
         self._holding = False
         return items
@@ -103,14 +138,11 @@ class GradientFlow:
         if done is None:
             return
         done.sources.clear()
-        trainable = self.trainable()
-        counts = len(self.sharded)
-        gradient_numel = done.flat.numel() - counts
-        packed = min(self.buffers.layout.packed_numel, gradient_numel)
-        for start, stop in self.buffers.layout.gaps(self.buffers.world.rank, trainable):
+        plan = self.plan()
+        for start, stop in plan.gaps:
             done.flat[start:stop].zero_()
-        done.flat[:packed].copy_(done.bucket[:packed])
-        done.flat[gradient_numel:].copy_(done.bucket[-counts:])
+        done.flat[: plan.packed_numel].copy_(done.bucket[: plan.packed_numel])
+        done.flat[plan.numel :].copy_(done.bucket[-len(self.sharded) :])
         if self._partial is None:
             self._partial = done
         else:
@@ -134,13 +166,14 @@ class GradientFlow:
         flat = flat.to(self.buffers.shard.dtype)
         self._touched = True
         self._added |= any(parameter.grad is not None for parameter in self.sharded)
-        trainable = self.trainable()
         existing = self.flat()
         if existing is not None and existing.numel() == flat.numel():
             existing.add_(flat)
-        for region in self.buffers.layout.regions:
-            if used[region.index] and trainable[region.index]:
-                self._bind_one(region, flat, existing)
+            return
+        plan = self.plan()
+        for region in (*plan.small, *plan.large):
+            if used[region.index]:
+                self._bind_one(region, flat)
 
     def begin_backward(self) -> None:
         """A backward begins: what it does to gradients can be told from what was there."""
@@ -168,30 +201,30 @@ class GradientFlow:
             full.grad = None
 
     def flat(self) -> torch.Tensor | None:
-        """The flat gradient shard, 1-D, if every `.grad` that is there is still its part of one; else None.
+        """The flat gradient shard, 1-D, if every trainable parameter's `.grad` still is its part of one; else None.
 
-        It is found through the gradients, not kept: so `zero_grad` frees it, and a gradient that the user replaced is
-        never mistaken for ours.
+        It is found through the gradients, not kept: so `zero_grad` frees it, and a gradient that the user removed or
+        replaced is never mistaken for ours.
         """
-        trainable = self.trainable()
+        plan = self.plan()
         base: torch.Tensor | None = None
-        for region in self.buffers.layout.regions:
+        for region in (*plan.small, *plan.large):
             gradient = self.sharded[region.index].grad
             if gradient is None:
-                continue
+                return None
             local = local_of(gradient)
             base = local._base if base is None else base
             if base is None or local._base is not base or local.storage_offset() != region.shard_offset:
                 return None
-        numel = self.buffers.layout.gradient_numel(trainable)
-        return None if base is None or base.dim() != 1 or base.numel() < numel else base[:numel]
+        return None if base is None or base.dim() != 1 or base.numel() < plan.numel else base[: plan.numel]
 
-    def _bind_one(self, region: Region, flat: torch.Tensor, existing: torch.Tensor | None) -> None:
+    def _bind_one(self, region: Region, flat: torch.Tensor) -> None:
         parameter = self.sharded[region.index]
+        local = self.buffers.local(region, flat)
         if parameter.grad is None:
-            parameter.grad = sharded_like(parameter, self.buffers.local(region, flat if existing is None else existing))
-        elif existing is None:
-            local_of(parameter.grad).add_(self.buffers.local(region, flat))
+            parameter.grad = sharded_like(parameter, local)
+        else:
+            local_of(parameter.grad).add_(local)
 
     def _take(self, i: int) -> torch.Tensor | None:
         """The full gradient of parameter i, 1-D with its rows in order, or None."""
@@ -226,14 +259,13 @@ class GradientFlow:
         """What a rank sends for a parameter it did not use."""
         return self.buffers.shard.new_zeros(region.rows * region.row_numel, dtype=self._wire_dtype())
 
-    def _fill_bucket(self, taken: list[torch.Tensor | None], packed_numel: int) -> torch.Tensor:
+    def _fill_bucket(self, taken: list[torch.Tensor | None], plan: _Plan) -> torch.Tensor:
         """The packed message, shape [size, small gradients + counts], in the dtype of the sum."""
-        layout = self.buffers.layout
-        width = align(packed_numel + len(taken), self.sum_dtype.itemsize)
-        bucket = self.buffers.shard.new_zeros(layout.size, width, dtype=self.sum_dtype)
-        for region in layout.regions:
+        width = align(plan.packed_numel + len(taken), self.sum_dtype.itemsize)
+        bucket = self.buffers.shard.new_zeros(self.buffers.layout.size, width, dtype=self.sum_dtype)
+        for region in plan.small:
             gradient = taken[region.index]
-            if gradient is None or not region.packed:
+            if gradient is None:
                 continue
             target = bucket.narrow(1, region.shard_offset, region.chunk_numel)
             if region.replicated:

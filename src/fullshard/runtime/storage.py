@@ -122,6 +122,7 @@ class FlatBuffers:
         self.world = world
         self.shard = shard
         self.full: list[torch.nn.Parameter] = []
+        self._local_views = {region.index: self._local_view(region) for region in layout.regions}
         self._dtype = shard.dtype
         self._storage = torch.UntypedStorage(0, device="cpu")
         self._places: list[torch.Tensor] = []
@@ -129,11 +130,17 @@ class FlatBuffers:
         self._secondary: GatherPlan | None = None
         self._gathering: GatherPlan | None = None
 
+    def _local_view(self, region: Region) -> tuple[torch.Size, tuple[int, ...]]:
+        """Shape and stride of this rank's rows of a parameter in a flat shard."""
+        start, stop = region.rank_rows(self.world.size, self.world.rank)
+        rows = torch.empty((stop - start) * region.row_numel, device="meta")
+        view = as_parameter(rows, self.specs[region.index], stop - start)
+        return view.shape, view.stride()
+
     def local(self, region: Region, flat: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of a parameter in its own shape, from the flat shard (or `flat`, which has its offsets)."""
-        start, stop = region.rank_rows(self.world.size, self.world.rank)
-        rows = local_range(self.shard if flat is None else flat, region, self.world.size, self.world.rank)
-        return as_parameter(rows, self.specs[region.index], stop - start)
+        shape, stride = self._local_views[region.index]
+        return (self.shard if flat is None else flat).as_strided(shape, stride, region.shard_offset)
 
     @property
     def full_bytes(self) -> int:

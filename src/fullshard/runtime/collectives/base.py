@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 
@@ -91,6 +92,12 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
         """Start to replace a contiguous 1-D tensor by its sum over ranks, bit-equal on all of them."""
+
+
+def time_limit(backend: Any) -> timedelta:
+    """Time limit of waits on a process group's backend: the one its group was made with."""
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+    return limit if isinstance(limit, timedelta) else timedelta(minutes=10)
 
 
 def rank_chunks(tensor: torch.Tensor, chunk_numel: int, numel: int, size: int) -> list[torch.Tensor]:

@@ -8,14 +8,13 @@ that are the same bit for bit in every run.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullshard.errors import CommunicationError
-from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, rank_chunks, translate
+from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, rank_chunks, time_limit, translate
 from fullshard.runtime.device import BufferPool
 
 # Messages of one command are told apart by the low bits of the tag.
@@ -177,7 +176,7 @@ class Direct:
         self.size = group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
         self.backend: Any = group._get_backend(device)
-        self.limit: timedelta = self.backend.options._timeout
+        self.limit = time_limit(self.backend)
         self._pool = pool
 
     def gather(self, items: list[GatherItem], call: Call) -> Pending:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, translate
+from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, time_limit, translate
 from fullshard.runtime.device import GATHER, REDUCE, HostStreams, Streams
 
 
@@ -70,8 +69,7 @@ class Native:
         self.streams = streams
         self._group = group
         self._device = device
-        backend: Any = group._get_backend(device)
-        self.limit: timedelta = backend.options._timeout if hasattr(backend, "options") else timedelta(minutes=10)
+        self.limit = time_limit(group._get_backend(device))
         # Gloo refuses to coalesce.
         self._coalesces = not isinstance(streams, HostStreams)
 
