@@ -210,8 +210,8 @@ TABLE = [
     Mutation(
         "a kept unit is gathered again",
         "lifecycle",
-        "(_K, Step.PREFETCH): (_K, _NOTHING)",
-        "(_K, Step.PREFETCH): (_K, (Op.GATHER,))",
+        "(_K, Step.ENTER_BACKWARD): (_B, _NOTHING)",
+        "(_K, Step.ENTER_BACKWARD): (_B, (Op.GATHER,))",
         "test_table_entries_do_what_their_states_say",
         "it has a full buffer already",
     ),
@@ -433,10 +433,24 @@ SCHEDULE = [
         "test_same_events_give_same_commands",
     ),
     Mutation(
+        "an abort throws complete gradients away",
+        "schedule",
+        "        if event.inside_backward:\n            for pending",
+        "        if event:\n            for pending",
+        "test_abort_at_any_point_leads_to_rest",
+    ),
+    Mutation(
+        "a forward gathers from the secondary shard ahead of time",
+        "lifecycle",
+        "(_2, Step.PREFETCH): (_P, (Op.FREE, Op.GATHER))",
+        "(_2, Step.PREFETCH): (_P, (Op.GATHER_SECONDARY,))",
+        "test_a_forward_prefetch_takes_the_primary_shard",
+    ),
+    Mutation(
         "an abort forgets reductions without ending them",
         "schedule",
-        "            self._emit(Op.DISCARD, pending.unit)\n",
-        "            pass\n",
+        "                self._emit(Op.DISCARD, pending.unit)\n",
+        "                pass\n",
         "test_abort_at_any_point_leads_to_rest",
     ),
     Mutation(

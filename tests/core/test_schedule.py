@@ -90,6 +90,7 @@ class Abort:
 
     case: Case
     cut: int
+    in_backward: bool
     unwinding: str
     next_step: tuple[Item, ...]
 
@@ -101,7 +102,13 @@ def aborts(draw: st.DrawFn) -> Abort:
     settings = [case.settings, *(item.settings for item in case.trace[:cut] if isinstance(item, NewSettings))][-1]
     emitter = Emitter(case.model, settings)
     emit_step(draw, emitter, StepKind.TRAIN)
-    return Abort(case, cut, draw(st.sampled_from(["", "POST_FORWARD", "FORWARD_FAILED"])), tuple(emitter.items))
+    return Abort(
+        case,
+        cut,
+        draw(st.booleans()),
+        draw(st.sampled_from(["", "POST_FORWARD", "FORWARD_FAILED"])),
+        tuple(emitter.items),
+    )
 
 
 @holds_for(aborts(), examples=200)
@@ -110,7 +117,9 @@ def test_abort_at_any_point_leads_to_rest(core: Core, abort: Abort) -> None:
     runner = Runner(core, abort.case)
     runner.feed_all(abort.case.trace[: abort.cut])
     running = [unit for unit, facts in enumerate(runner.simulator.units) for _ in range(facts.depth)]
-    runner.feed(Ev("ABORT"))
+    # A backward that failed takes its gradients with it; those of an earlier one are waited for and kept.
+    commands = runner.feed(Ev("ABORT", inside_backward=abort.in_backward))
+    assert abort.in_backward or "DISCARD" not in {op for op, _ in commands}
     assert runner.scheduler.at_rest()
     assert runner.scheduler.in_use() == []
     if abort.unwinding:
@@ -418,7 +427,13 @@ def test_table_has_an_answer_to_everything_that_can_happen(core: Core) -> None:
     exits = {step for step in steps if step.name.startswith("EXIT_")}
     missing = {(state, step) for state in states for step in steps} - core.lifecycle.TABLE.keys()
     in_use = {states.FORWARD, states.BACKWARD}
-    assert missing == {(s, step) for s in set(states) - in_use for step in exits} | {(s, steps.RESHARD) for s in in_use}
+    prefetch = {steps.PREFETCH, steps.PREFETCH_BACKWARD}
+    has_buffer = set(states) - {states.SHARDED, states.SECONDARY}
+    assert missing == (
+        {(s, step) for s in set(states) - in_use for step in exits}
+        | {(s, step) for s in has_buffer for step in prefetch}
+        | {(s, steps.RESHARD) for s in in_use}
+    )
 
 
 @holds
@@ -430,7 +445,8 @@ def test_table_steps_go_where_their_names_say(core: Core) -> None:
         steps.RESHARD: {states.SHARDED},
         steps.ENTER_FORWARD: running,
         steps.ENTER_BACKWARD: running,
-        steps.PREFETCH: set(states) - {states.SHARDED, states.SECONDARY},
+        steps.PREFETCH: {states.PREFETCHED},
+        steps.PREFETCH_BACKWARD: {states.PREFETCHED},
         steps.UNSHARD: set(states) - {states.SHARDED, states.SECONDARY, states.HELD},
         steps.SETTLE: set(states) - {states.PREFETCHED, states.HELD},
         steps.EXIT_KEEP: {states.KEPT, states.BACKWARD},
@@ -477,3 +493,13 @@ def test_an_impossible_event_is_our_bug_and_says_so(core: Core) -> None:
     scheduler = core.schedule.Scheduler([1], [core.policy.UnitPolicy()], core.policy.SchedulePolicy())
     with pytest.raises(AssertionError, match=r"^unit 0 in state 'sharded' cannot 'exit forward, free'$"):
         scheduler._move(0, core.lifecycle.Step.EXIT_FREE)
+
+
+@holds
+def test_a_forward_prefetch_takes_the_primary_shard(core: Core) -> None:
+    """It is the one that the optimizer writes; a backward prefetch takes the secondary one, which is cheaper."""
+    ops, states, steps = core.lifecycle.Op, core.lifecycle.State, core.lifecycle.Step
+    forward = core.lifecycle.TABLE[states.SECONDARY, steps.PREFETCH]
+    backward = core.lifecycle.TABLE[states.SECONDARY, steps.PREFETCH_BACKWARD]
+    assert forward == (states.PREFETCHED, (ops.FREE, ops.GATHER))
+    assert backward == (states.PREFETCHED, (ops.GATHER_SECONDARY,))

@@ -507,3 +507,64 @@ def check_two_optimizers(rank: int) -> None:
 def test_gradients_cleared_for_some_parameters_of_a_unit(cluster: Cluster) -> None:
     """Two optimizers on one unit: what one has cleared must not come back with what the other accumulates."""
     cluster.run(check_two_optimizers)
+
+
+def check_edit_by_hand(rank: int) -> None:
+    model = make_stack(reshard_after_forward=False)
+    with torch.no_grad():
+        model(batch(rank))  # every unit stays full
+        for parameter in model.parameters():
+            parameter.mul_(0)
+        assert model(batch(rank)).abs().sum().item() == 0.0
+
+
+def test_in_place_edits_of_shards_are_seen_at_the_next_forward(cluster: Cluster) -> None:
+    """B95."""
+    cluster.run(check_edit_by_hand)
+
+
+class Recursive(nn.Module):
+    """Calls itself a few times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = self.linear(x).tanh()
+        return self(x, depth - 1) * 2 if depth else x
+
+
+def check_recursion(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Recursive())
+    torch.manual_seed(0)
+    model = nn.Sequential(Recursive())
+    fully_shard(model[0])
+    fully_shard(model)
+    for step in range(2):
+        model(batch(rank, step)).sum().backward()
+        torch.stack([reference(batch(r, step)).sum() for r in range(2)]).mean().backward()
+        assert_at_rest(model)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+def test_module_that_calls_itself(cluster: Cluster) -> None:
+    cluster.run(check_recursion)
+
+
+def check_failure_after_unfinished_backward(rank: int) -> None:
+    model, reference = make_stack(), make_stack()
+    model.set_is_last_backward(False)
+    for m in (model, reference):
+        m(batch(rank)).sum().backward()
+    model.fail_at = 1
+    with pytest.raises(ValueError, match="bad batch"):
+        model(batch(rank))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(full(ours.grad), full(theirs.grad))
+
+
+def test_failed_forward_keeps_gradients_that_are_still_on_the_wire(cluster: Cluster) -> None:
+    cluster.run(check_failure_after_unfinished_backward)

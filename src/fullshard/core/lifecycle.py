@@ -42,7 +42,8 @@ class State(Enum):
 class Step(Enum):
     """A decision about one unit, made by the Scheduler from an event and the unit's policy."""
 
-    PREFETCH = "prefetch"
+    PREFETCH = "prefetch for forward"
+    PREFETCH_BACKWARD = "prefetch for backward"
     ENTER_FORWARD = "enter forward"
     EXIT_KEEP = "exit forward, keep"
     EXIT_HOLD = "exit forward, hold for the next use"
@@ -85,6 +86,7 @@ _GATHER_NOW = (Op.GATHER, Op.WAIT_GATHER)
 # (state, step) -> (next state, what the runtime does). A pair that is missing is a bug or a misuse, and raises.
 TABLE: dict[tuple[State, Step], tuple[State, tuple[Op, ...]]] = {
     (_S, Step.PREFETCH): (_P, (Op.GATHER,)),
+    (_S, Step.PREFETCH_BACKWARD): (_P, (Op.GATHER,)),
     (_S, Step.ENTER_FORWARD): (_F, _GATHER_NOW),
     (_S, Step.ENTER_BACKWARD): (_B, _GATHER_NOW),
     (_S, Step.LEAVE_FREE): (_S, _NOTHING),
@@ -94,7 +96,6 @@ TABLE: dict[tuple[State, Step], tuple[State, tuple[Op, ...]]] = {
     (_S, Step.RESHARD): (_S, _NOTHING),
     (_S, Step.ABORT): (_S, _NOTHING),
     #
-    (_P, Step.PREFETCH): (_P, _NOTHING),
     (_P, Step.ENTER_FORWARD): (_F, (Op.WAIT_GATHER,)),
     (_P, Step.ENTER_BACKWARD): (_B, (Op.WAIT_GATHER,)),
     # Backward of a unit that does not unshard in backward may end while the unit is prefetched for a second forward.
@@ -106,7 +107,8 @@ TABLE: dict[tuple[State, Step], tuple[State, tuple[Op, ...]]] = {
     (_P, Step.ABORT): (_S, (Op.FREE,)),
     #
     # A forward gathers from the primary shard: it is the one the optimizer writes.
-    (_2, Step.PREFETCH): (_P, (Op.GATHER_SECONDARY,)),
+    (_2, Step.PREFETCH): (_P, (Op.FREE, Op.GATHER)),
+    (_2, Step.PREFETCH_BACKWARD): (_P, (Op.GATHER_SECONDARY,)),
     (_2, Step.ENTER_FORWARD): (_F, (Op.FREE, *_GATHER_NOW)),
     (_2, Step.ENTER_BACKWARD): (_B, (Op.GATHER_SECONDARY, Op.WAIT_GATHER)),
     (_2, Step.LEAVE_FREE): (_S, (Op.FREE,)),
@@ -116,7 +118,6 @@ TABLE: dict[tuple[State, Step], tuple[State, tuple[Op, ...]]] = {
     (_2, Step.RESHARD): (_S, (Op.FREE,)),
     (_2, Step.ABORT): (_S, (Op.FREE,)),
     #
-    (_K, Step.PREFETCH): (_K, _NOTHING),
     (_K, Step.ENTER_FORWARD): (_F, _NOTHING),
     (_K, Step.ENTER_BACKWARD): (_B, _NOTHING),
     (_K, Step.LEAVE_FREE): (_S, (Op.FREE,)),
@@ -126,7 +127,6 @@ TABLE: dict[tuple[State, Step], tuple[State, tuple[Op, ...]]] = {
     (_K, Step.RESHARD): (_S, (Op.FREE,)),
     (_K, Step.ABORT): (_S, (Op.FREE,)),
     #
-    (_H, Step.PREFETCH): (_H, _NOTHING),
     (_H, Step.ENTER_FORWARD): (_F, _NOTHING),
     (_H, Step.ENTER_BACKWARD): (_B, _NOTHING),
     (_H, Step.LEAVE_FREE): (_S, (Op.FREE,)),
@@ -137,7 +137,6 @@ TABLE: dict[tuple[State, Step], tuple[State, tuple[Op, ...]]] = {
     (_H, Step.ABORT): (_S, (Op.FREE,)),
     #
     # Forwards nest (a module that calls itself), and a backward may run inside a forward (autograd.grad in the model).
-    (_F, Step.PREFETCH): (_F, _NOTHING),
     (_F, Step.ENTER_FORWARD): (_F, _NOTHING),
     (_F, Step.EXIT_KEEP): (_K, _NOTHING),
     (_F, Step.EXIT_HOLD): (_H, _NOTHING),
@@ -152,7 +151,6 @@ TABLE: dict[tuple[State, Step], tuple[State, tuple[Op, ...]]] = {
     (_F, Step.ABORT): (_S, (Op.FREE,)),
     #
     # A forward inside backward is activation checkpointing's recomputation: it must not disturb the backward.
-    (_B, Step.PREFETCH): (_B, _NOTHING),
     (_B, Step.ENTER_FORWARD): (_B, _NOTHING),
     (_B, Step.EXIT_KEEP): (_B, _NOTHING),
     (_B, Step.EXIT_HOLD): (_B, _NOTHING),

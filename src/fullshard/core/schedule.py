@@ -49,7 +49,8 @@ class Event:
         unit: To which unit; -1 for events of the whole engine.
         will_backward: POST_FORWARD: the output requires gradients, so a backward is expected.
         more: POST_FORWARD: other modules of the same unit have not run yet in this step.
-        inside_backward: PRE_FORWARD, POST_FORWARD: autograd is running (recomputation).
+        inside_backward: PRE_FORWARD, POST_FORWARD, FORWARD_FAILED: autograd is running (recomputation). ABORT: it is
+            a backward that failed.
         reducible: POST_BACKWARD: the unit has parameters that require gradients.
         units: END_BACKWARD: units that hold full gradients which no POST_BACKWARD has reported.
         last: END_BACKWARD: wait for all reductions.
@@ -149,7 +150,10 @@ class Scheduler:
             self._order.begin()
         self._order.enter(unit, MAX_RECORD_PER_UNIT * len(self.states))
         self._move(unit, Step.ENTER_FORWARD)
-        self._prefetch(unit, self._order.upcoming(), self.policies[unit].forward_prefetch)
+        explicit = self.policies[unit].forward_prefetch
+        self._prefetch(
+            Step.PREFETCH, self._within_budget(unit, self._order.upcoming()) if explicit is None else explicit
+        )
 
     def _post_forward(self, event: Event) -> None:
         unit = event.unit
@@ -202,7 +206,8 @@ class Scheduler:
         # This drops prefetches that forward did not use, and gathers what backward needs first. The root itself comes
         # first of all: if its buffer was kept it counts, but to gather it again at once would overlap with nothing.
         ahead = self._backward_order() if event.will_backward else []
-        self._prefetch(-1 if self.states[0] is State.PREFETCHED else 0, ahead, None)
+        wanted = self._within_budget(-1 if self.states[0] is State.PREFETCHED else 0, ahead)
+        self._prefetch(Step.PREFETCH_BACKWARD, wanted)
 
     # Events of backward
 
@@ -219,7 +224,10 @@ class Scheduler:
                 break
         else:
             i = len(self._to_backward)
-        self._prefetch(unit, self._backward_order(i), self.policies[unit].backward_prefetch)
+        explicit = self.policies[unit].backward_prefetch
+        self._prefetch(
+            Step.PREFETCH_BACKWARD, self._within_budget(unit, self._backward_order(i)) if explicit is None else explicit
+        )
 
     def _backward_order(self, stop: int | None = None) -> list[int]:
         """Units whose backward is expected next and needs their parameters."""
@@ -309,9 +317,12 @@ class Scheduler:
             if not state.in_use:
                 self._move(unit, Step.RESHARD)
 
-    def _abort(self, _event: Event) -> None:
-        for pending in self._reducing:
-            self._emit(Op.DISCARD, pending.unit)
+    def _abort(self, event: Event) -> None:
+        if event.inside_backward:
+            for pending in self._reducing:
+                self._emit(Op.DISCARD, pending.unit)
+        else:
+            self._drain()  # of an earlier backward, complete and not waited for: its gradients are good
         for unit in range(len(self.states)):
             self._move(unit, Step.ABORT)
         self._reducing.clear()
@@ -322,13 +333,12 @@ class Scheduler:
 
     # Shared
 
-    def _prefetch(self, current: int, ahead: Iterable[int], explicit: tuple[int, ...] | None) -> None:
+    def _prefetch(self, step: Step, wanted: tuple[int, ...]) -> None:
         """Gather units that are needed next, and drop prefetches that are not among them."""
-        wanted = explicit if explicit is not None else self._within_budget(current, ahead)
         self._drop_prefetched(wanted)
         for unit in wanted:
             if self.states[unit] in (State.SHARDED, State.SECONDARY):
-                self._move(unit, Step.PREFETCH)
+                self._move(unit, step)
 
     def _within_budget(self, current: int, ahead: Iterable[int]) -> tuple[int, ...]:
         """The first units of `ahead` that need a buffer and together fit the budget (one unit if it is None)."""

@@ -174,7 +174,7 @@ class Engine:
         """
         failed_backward, self._backward = self._backward is not None, None
         try:
-            self.on(Event(EventKind.ABORT))
+            self.on(Event(EventKind.ABORT, inside_backward=failed_backward))
         except CommunicationError:
             # Kept in `_broken`, and raised at the next event; here it would hide why the step was given up.
             self._release_all()
@@ -190,7 +190,7 @@ class Engine:
 
     def _release_all(self) -> None:
         """Communication is lost: give up what is in flight, whatever each unit says about it."""
-        self.scheduler.on(Event(EventKind.ABORT))
+        self.scheduler.on(Event(EventKind.ABORT, inside_backward=True))
         for unit in self.units:
             for give_up in (unit.discard, unit.free):
                 with suppress(CommunicationError):

@@ -55,9 +55,12 @@ class UnitHooks:
         dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
         if dtype is not None:
             args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
-        recomputing = engine.scheduler.states[unit.index] is State.BACKWARD
+        state = engine.scheduler.states[unit.index]
+        if state.has_full_buffer and not state.in_use and unit.is_stale:
+            engine.on(Event(EventKind.RESHARD, unit.index))
         engine.on(Event(EventKind.PRE_FORWARD, unit.index, inside_backward=_autograd_runs()))
-        if torch.is_grad_enabled() and not recomputing:
+        # Not when recomputing, and not in a nested call of the same unit: its backward is over with the outermost one.
+        if torch.is_grad_enabled() and not state.in_use:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
@@ -105,7 +108,7 @@ class UnitHooks:
 
     def _others_to_run(self, module: nn.Module) -> bool:
         """Whether modules of the same group have not run since the group was last complete."""
-        if self._group_size == 1:
+        if self._group_size == 1 or _autograd_runs():
             return False
         self._ran.add(id(module))
         if len(self._ran) == self._group_size:

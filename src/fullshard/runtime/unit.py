@@ -128,6 +128,11 @@ class Unit:
         return sum(flow.buffers.full_bytes for flow in self.flows)
 
     @property
+    def is_stale(self) -> bool:
+        """Whether shards were written in place since they were gathered (by hand; optimizers report themselves)."""
+        return any(flow.buffers.is_stale for flow in self.flows)
+
+    @property
     def trainable(self) -> bool:
         """Whether any parameter requires gradients now."""
         return any(member.sharded.requires_grad for member in self.members)
