@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,10 +35,12 @@ def received_bytes() -> int:
 
 def _received_bytes(descriptor: int) -> int:
     try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return 0  # `fromfd` would leave the copy of it open
         with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as copy:
             info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
-        return 0  # a file, a pipe, a Unix socket, or a descriptor that closed meanwhile
+        return 0  # a Unix socket, or a descriptor that closed meanwhile
     if len(info) < _BYTES_RECEIVED_OFFSET + 8:
         return 0
     return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_OFFSET)[0])
