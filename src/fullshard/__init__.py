@@ -1,11 +1,12 @@
 """fullshard: Fully Sharded Data Parallel training for PyTorch.
 
-from fullshard import fully_shard
+Shard each block, then the root, then make the optimizer:
 
-for block in model.layers:
-fully_shard(block)
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters())
+    >>> from fullshard import fully_shard
+    >>> for block in model.layers:
+    ...     fully_shard(block)
+    >>> fully_shard(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
 """
 
 from fullshard.runtime.api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method

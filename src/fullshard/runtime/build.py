@@ -109,19 +109,16 @@ def _claim_tied(found: list[Found], modules: list[nn.Module]) -> None:
     This unit is full whenever the inner one's modules run, so the parameter stays one parameter, trained by every use.
     """
     inside = {id(module) for root in modules for module in root.modules()}
-    for item in found:
-        taken = REGISTRY.unit_that_replaced(item.parameter)
-        if taken is None:
-            continue
-        owner, name = taken
+    tied = [(item, taken) for item in found if (taken := REGISTRY.unit_that_replaced(item.parameter)) is not None]
+    for item, (owner, name) in tied:  # all are checked before any is moved
         if owner.engine is not None or any(key not in inside for key in owner.module_ids):
             raise ValueError(
                 f"parameter {item.spec.name!r} is tied to {name!r}, which another unit has sharded, so its rows "
                 "would be trained by one of them only. Shard both modules as one unit: fully_shard([a, b]), or "
                 "leave both to the fully_shard call of a module that contains them"
             )
-        member = owner.release(name)
-        item.slots[:0] = member.slots
+    for item, (owner, name) in tied:
+        item.slots[:0] = owner.release(name).slots
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """What must be findable from a bare tensor: which unit owns a parameter, which tensors hold no values yet.
 
-This is the only state of the package outside the objects that a user holds. It never keeps a tensor alive; it exists
-because an optimizer or a second `fully_shard` call meets bare tensors, and nothing may be written on a user's tensor.
+This and the optimizer hooks that go with it are the only state of the package outside the objects that a user holds.
+It never keeps a tensor alive; it exists because an optimizer or a second `fully_shard` call meets bare tensors, and
+nothing may be written on a user's tensor.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Registry:
 
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:
         """`unit` has replaced `originals`, in the order of its members."""
+        # An optimizer that was fine before may hold what has just been replaced.
+        self.checked_optimizers.clear()
         reference = weakref.ref(unit)
         numbers = [id(member.sharded) for member in unit.members]
         for number, member, original in zip(numbers, unit.members, originals, strict=True):

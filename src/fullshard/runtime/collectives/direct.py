@@ -192,13 +192,13 @@ class Direct:
         exchange = Exchange(self, call)
         sums: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         staging = torch.UntypedStorage(0, device=items[0].source.device) if items else torch.UntypedStorage(0)
-        needed = [_aligned(item.out.numel() * item.source.element_size()) * (self.size - 1) for item in items]
+        needed = [self._staging_bytes(item) for item in items]
         if sum(needed):
             self._pool.fill(staging, sum(needed))
         offset_bytes = 0
         for item, item_bytes in zip(items, needed, strict=True):
             ranges = rank_chunks(item.source, item.chunk_numel, item.source.numel(), self.size)
-            incoming = self._staged(item, staging, offset_bytes)
+            incoming = self._incoming(item, staging, offset_bytes)
             offset_bytes += item_bytes
             exchange.add(item.label, ranges, incoming)
             parts = [ranges[r] if part is None else part for r, part in enumerate(incoming)]
@@ -209,32 +209,47 @@ class Direct:
         """See `Transport.all_reduce`."""
         return _AllReducing(self, tensor, call)
 
-    def _staged(self, item: ReduceItem, staging: torch.UntypedStorage, offset_bytes: int) -> list[torch.Tensor | None]:
-        """A tensor for what each peer sends; None for this rank itself."""
+    def _first_peer(self, item: ReduceItem) -> int | None:
+        """The peer whose rows are received straight into the result: the first in rank order, if dtypes allow it."""
+        if self.size == 1 or item.source.dtype != item.out.dtype:
+            return None
+        return 1 if self.rank == 0 else 0
+
+    def _staging_bytes(self, item: ReduceItem) -> int:
+        """Memory for what peers send of one item."""
+        staged = self.size - 1 - (self._first_peer(item) is not None)
+        return _aligned(item.out.numel() * item.source.element_size()) * staged
+
+    def _incoming(
+        self, item: ReduceItem, staging: torch.UntypedStorage, offset_bytes: int
+    ) -> list[torch.Tensor | None]:
+        """Where each peer's rows are received; None for this rank itself."""
+        first = self._first_peer(item)
         element_bytes = item.source.element_size()
         numel = item.out.numel()
-        step = _aligned(numel * element_bytes)
         incoming: list[torch.Tensor | None] = []
         for rank in range(self.size):
-            if rank == self.rank:
-                incoming.append(None)
+            if rank in (self.rank, first) or not numel:
+                incoming.append(None if rank == self.rank else item.out)
                 continue
             part = torch.empty(0, dtype=item.source.dtype, device=item.source.device)
-            if numel:
-                part.set_(staging, offset_bytes // element_bytes, (numel,), (1,))
-                offset_bytes += step
+            part.set_(staging, offset_bytes // element_bytes, (numel,), (1,))
+            offset_bytes += _aligned(numel * element_bytes)
             incoming.append(part)
         return incoming
 
 
 def sum_in_order(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Write the sum of `parts`, taken from first to last in the dtype of `out`, into `out`."""
-    if len(parts) > 1 and parts[0].dtype == parts[1].dtype == out.dtype:
-        torch.add(parts[0], parts[1], out=out)
+    """Write the sum of `parts`, taken from first to last in the dtype of `out`, into `out`.
+
+    One of the first two parts may be `out` itself: the sum of two does not depend on their order.
+    """
+    rest = parts[1:]
+    if any(part is out for part in parts[:2]):
+        out.add_(parts[1] if parts[0] is out else parts[0])
         rest = parts[2:]
     else:
         out.copy_(parts[0])
-        rest = parts[1:]
     for part in rest:
         out.add_(part)
 
