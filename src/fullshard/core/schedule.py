@@ -151,9 +151,8 @@ class Scheduler:
         self._order.enter(unit, MAX_RECORD_PER_UNIT * len(self.states))
         self._move(unit, Step.ENTER_FORWARD)
         explicit = self.policies[unit].forward_prefetch
-        self._prefetch(
-            Step.PREFETCH, self._within_budget(unit, self._order.upcoming()) if explicit is None else explicit
-        )
+        wanted = self._within_budget(unit, self._order.upcoming()) if explicit is None else explicit
+        self._prefetch(Step.PREFETCH, wanted)
 
     def _post_forward(self, event: Event) -> None:
         unit = event.unit
@@ -225,9 +224,8 @@ class Scheduler:
         else:
             i = len(self._to_backward)
         explicit = self.policies[unit].backward_prefetch
-        self._prefetch(
-            Step.PREFETCH_BACKWARD, self._within_budget(unit, self._backward_order(i)) if explicit is None else explicit
-        )
+        wanted = self._within_budget(unit, self._backward_order(i)) if explicit is None else explicit
+        self._prefetch(Step.PREFETCH_BACKWARD, wanted)
 
     def _backward_order(self, stop: int | None = None) -> list[int]:
         """Units whose backward is expected next and needs their parameters."""
@@ -339,6 +337,8 @@ class Scheduler:
         for unit in wanted:
             if self.states[unit] in (State.SHARDED, State.SECONDARY):
                 self._move(unit, step)
+        # All that peers need from this rank is on its way before this rank waits for them.
+        self._out.sort(key=lambda command: command.op is Op.WAIT_GATHER)
 
     def _within_budget(self, current: int, ahead: Iterable[int]) -> tuple[int, ...]:
         """The first units of `ahead` that need a buffer and together fit the budget (one unit if it is None)."""
