@@ -7,7 +7,7 @@ from torch import nn
 
 from fullshard import clip_grad_norm_, fully_shard
 
-dist.init_process_group()
+dist.init_process_group("gloo")  # on GPUs: "nccl", and tensors on torch.accelerator.current_accelerator()
 torch.manual_seed(0)  # the same weights on every rank
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
 

@@ -126,6 +126,23 @@ def test_optimizer_made_before_sharding(cluster: Cluster) -> None:
     cluster.run(check_stale_optimizer)
 
 
+def check_optimizer_that_was_fine(rank: int) -> None:
+    make_stack()  # from here on optimizers are watched
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    fully_shard(model)
+    model(batch(rank)).sum().backward()
+    with pytest.raises(StaleOptimizerError):
+        optimizer.step()
+
+
+def test_optimizer_that_had_stepped_before_sharding(cluster: Cluster) -> None:
+    """B62: it was checked and found right, and became wrong."""
+    cluster.run(check_optimizer_that_was_fine)
+
+
 def check_ranks_disagree(rank: int, kind: str) -> None:
     width = 8 if kind != "shape" or rank == 0 else 12
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))

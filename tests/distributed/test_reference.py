@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reference import Setup, check_reference
+from torch.distributed.tensor import Shard
 
 from cluster import Cluster
 from models import CASES
@@ -35,6 +36,37 @@ def test_gradients_and_values_equal_unsharded_training(cluster: Cluster, name: s
     ],
 )
 def test_every_setting_equals_unsharded_training(cluster: Cluster, name: str, world_size: int, setup: Setup) -> None:
+    cluster.run(check_reference, name, setup, world_size=world_size)
+
+
+def last_dim(parameter: torch.nn.Parameter) -> Shard | None:
+    """Shards matrices on their last dim."""
+    return Shard(parameter.dim() - 1) if parameter.dim() > 1 else None
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["mlp", "uneven_mlp", "narrow", "conv", "llama", "tied", "root_and_blocks"])
+@pytest.mark.parametrize("transport", ["direct", "torch"])
+def test_other_dims_equal_unsharded_training(cluster: Cluster, name: str, world_size: int, transport: str) -> None:
+    """B09: rows may be those of any dim, also where they do not divide evenly."""
+    setup = Setup(shard_options=(("shard_placement_fn", last_dim),), transport=transport)
+    cluster.run(check_reference, name, setup, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "setup"),
+    [
+        pytest.param(5, Setup(), id="5"),
+        pytest.param(7, Setup(transport="torch"), id="7_torch"),
+        pytest.param(8, Setup(), id="8"),
+        pytest.param(6, Setup(reshard_after_forward=3), id="6_secondary_3"),
+        pytest.param(8, Setup(replicas=2, reshard_after_forward=2), id="8_hsdp_secondary"),
+        pytest.param(8, Setup(replicas=4, microbatches=2), id="8_hsdp_4x2"),
+    ],
+)
+@pytest.mark.parametrize("name", ["uneven_mlp", "llama"])
+def test_up_to_eight_ranks(cluster: Cluster, name: str, world_size: int, setup: Setup) -> None:
+    """More ranks than rows, odd numbers of ranks, several replicas."""
     cluster.run(check_reference, name, setup, world_size=world_size)
 
 

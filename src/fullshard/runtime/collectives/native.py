@@ -25,7 +25,7 @@ class _Started:
         self._transport = transport
         self._call = call
         self._then = then
-        self.works: list[Any] = []
+        self.works: list[tuple[str, Any]] = []  # (parameter, work)
         # Tensors made for this command: an accelerator may still work on them until its event is joined.
         self.keep: list[torch.Tensor] = []
         self.event: torch.Event | None = None
@@ -36,13 +36,14 @@ class _Started:
             return
         self._done = True
         transport = self._transport
-        try:
-            for work in self.works:
+        for label, work in self.works:
+            try:
                 # On an accelerator this orders streams; on CPU it blocks, at most for the limit.
                 work.wait(transport.limit)
-        except RuntimeError as error:
-            where = f"rank {dist.get_rank()} waited for ranks {transport.global_ranks}"
-            raise translate(error, self._call, where, transport.limit.total_seconds()) from error
+            except RuntimeError as error:
+                # A collective of the backend does not tell which of its ranks is missing.
+                where = f"rank {dist.get_rank()} waited for ranks {transport.global_ranks} (parameter {label!r})"
+                raise translate(error, self._call, where, transport.limit.total_seconds()) from error
         transport.streams.join(self.event)
         self.keep.clear()
         if self._then is not None:
@@ -76,10 +77,13 @@ class Native:
     def gather(self, items: list[GatherItem], call: Call) -> Pending:
         """See `Transport.gather`."""
         started = _Started(self, call)
+        if not items:
+            return started
         with self._launch(GATHER, started):
             for item in items:
                 own = item.whole[self.rank * item.chunk_numel : (self.rank + 1) * item.chunk_numel]
-                started.works.append(dist.all_gather_single(item.whole, own, self._group, async_op=True))
+                work = dist.all_gather_single(item.whole, own, self._group, async_op=True)
+                started.works.append((item.label, work))
         return started
 
     def reduce(self, items: list[ReduceItem], call: Call) -> Pending:
@@ -95,15 +99,16 @@ class Native:
         results = [self._result(item, outs) for item in items]
         started.keep += padded + results
         with self._launch(REDUCE, started):
-            for source, result in zip(padded, results, strict=True):
-                started.works.append(dist.reduce_scatter_single(result, source, group=self._group, async_op=True))
+            for item, source, result in zip(items, padded, results, strict=True):
+                work = dist.reduce_scatter_single(result, source, group=self._group, async_op=True)
+                started.works.append((item.label, work))
         return started
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
         """See `Transport.all_reduce`."""
         started = _Started(self, call)
         with self._launch(REDUCE, started):
-            started.works.append(dist.all_reduce(tensor, group=self._group, async_op=True))
+            started.works.append(("all", dist.all_reduce(tensor, group=self._group, async_op=True)))
         return started
 
     @contextmanager
@@ -113,14 +118,12 @@ class Native:
             if self._coalesces:
                 with _coalescing_manager(self._group, self._device, async_ops=True) as manager:
                     yield
-                started.works[:] = [manager]
+                # Orders the side stream after the launch; the event below is what the compute stream will join.
+                manager.wait()
+                started.works.clear()
             else:
                 yield
-            for work in started.works if self._coalesces else ():
-                work.wait()
             started.event = self.streams.mark()
-        if self._coalesces:
-            started.works.clear()
 
     def _padded(self, item: ReduceItem) -> torch.Tensor:
         """The source in the dtype of the sum, padded to equal chunks; itself where it already is both."""
