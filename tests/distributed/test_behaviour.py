@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cluster import Cluster
-from fullshard import FSDPModule, fully_shard
+from fullshard import FSDPModule, clip_grad_norm_, fully_shard
 from fullshard.core.lifecycle import Op
 from fullshard.runtime.engine import Engine
 
@@ -568,3 +570,199 @@ def check_failure_after_unfinished_backward(rank: int) -> None:
 
 def test_failed_forward_keeps_gradients_that_are_still_on_the_wire(cluster: Cluster) -> None:
     cluster.run(check_failure_after_unfinished_backward)
+
+
+# What the user sees of parameters, and puts in their place
+
+
+def check_parameters_are_sharded(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 8))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8)))
+    model(batch(rank))  # the root keeps its buffer for a backward
+    assert all(hasattr(parameter, "placements") for parameter in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        loss = model(batch(rank, step)).sum()
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # between forward and backward
+        loss.backward()
+        torch.stack([reference(batch(r, step)).sum() for r in range(2)]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad), theirs.grad)
+            torch.testing.assert_close(full(ours.detach()), theirs.detach())
+
+
+def test_parameters_are_sharded_in_every_state(cluster: Cluster) -> None:
+    """B37, B38: an optimizer made after a forward, and zero_grad between forward and backward."""
+    cluster.run(check_parameters_are_sharded)
+
+
+def check_clip_of_kept_units(rank: int) -> None:
+    norms = []
+    for keep in (False, True):
+        model = make_stack()
+        model.set_reshard_after_backward(not keep)
+        model(batch(rank)).sum().backward()
+        norms.append(clip_grad_norm_(model, 0.1))
+    assert norms[0] > 0.1
+    assert torch.equal(norms[0], norms[1])
+
+
+def test_clipping_sees_the_gradients_of_units_that_are_kept(cluster: Cluster) -> None:
+    cluster.run(check_clip_of_kept_units)
+
+
+def check_one_rank_looks(rank: int) -> None:
+    model = make_stack()
+    model.set_reshard_after_backward(False)
+    for step in range(2):
+        model(batch(rank, step)).sum().backward()
+        if rank == 0:
+            model.state_dict()
+            other = nn.Linear(2, 2)
+            other(torch.ones(1, 2)).sum().backward()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
+def test_what_one_rank_does_alone_changes_no_commands(cluster: Cluster) -> None:
+    """A state dict, or an optimizer of another model, on one rank."""
+    cluster.run(check_one_rank_looks, group_timeout=5.0)
+
+
+def check_interrupt(rank: int) -> None:
+    model, untouched = make_stack(), make_stack()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, untouched)]
+
+    def interrupt(_module: nn.Module, _args: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(3):
+        handle = model.blocks[step].register_forward_pre_hook(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            model(batch(rank, step))
+        handle.remove()
+        for m, optimizer in zip((model, untouched), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(batch(rank, step)).sum().backward()
+            optimizer.step()
+            assert_at_rest(m)
+    for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(full(ours.detach()), full(theirs.detach()))
+
+
+def test_keyboard_interrupt_in_forward_leaves_nothing_stale(cluster: Cluster) -> None:
+    cluster.run(check_interrupt)
+
+
+def check_assign(rank: int, how: str) -> None:
+    if how == "meta":
+        with torch.device("meta"):
+            model = Stack()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        model = make_stack()
+        model(batch(rank))
+    source = make_stack()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(1.0)
+    state = {name: value.clone() for name, value in source.state_dict().items()}
+    if how == "copy":
+        model.load_state_dict(state)
+    else:
+        model.load_state_dict(state, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = torch.optim.SGD(source.parameters(), lr=0.1)
+    for m, each in ((model, optimizer), (source, expected)):
+        m(batch(rank)).sum().backward()
+        each.step()
+    for (name, ours), theirs in zip(model.named_parameters(), source.parameters(), strict=True):
+        assert torch.equal(full(ours.detach()), full(theirs.detach())), name
+
+
+@pytest.mark.parametrize("how", ["copy", "assign", "meta"])
+def test_load_state_dict_after_a_forward_and_with_assign(cluster: Cluster, how: str) -> None:
+    """B80."""
+    cluster.run(check_assign, how)
+
+
+def check_conversion_below(rank: int) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    fully_shard(model)
+    model(batch(rank)).sum().backward()
+    model.zero_grad()
+    model[0][0].double().float()  # a module below the sharded one
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0)
+    assert model(batch(rank)).abs().sum().item() == 0.0
+    with pytest.raises(
+        ValueError, match=r"'0.0.weight' was replaced after sharding by one of shape \(8, 8\) with no shar"
+    ):
+        _replace_and_run(model, rank)
+
+
+def _replace_and_run(model: nn.Module, rank: int) -> None:
+    model[0][0].weight = nn.Parameter(torch.ones(8, 8))
+    model(batch(rank))
+
+
+def test_parameters_converted_or_replaced_below_the_sharded_module(cluster: Cluster) -> None:
+    """B80: picked up, or an error that names them."""
+    cluster.run(check_conversion_below)
+
+
+def check_group(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    for _ in range(2):
+        model(batch(rank).requires_grad_()).sum().backward()
+    log = [str(command) for command in engine_of(model).log]
+    assert log.count("REDUCE 1") == 2  # once a step, for both modules
+    assert log.count("GATHER 1") <= 4
+    assert_at_rest(model)
+
+
+def test_group_of_modules_is_reduced_once(cluster: Cluster) -> None:
+    cluster.run(check_group)
+
+
+def check_segment(rank: int, reentrant: bool) -> None:
+    class Segmented(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model = Segmented(8, 64)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        engine = engine_of(model)
+        if engine is not None:
+            engine.pool.reset_peak()
+        model(batch(rank, width=64).requires_grad_()).sum().backward()
+    assert engine.pool.peak_bytes <= 3 * engine.units[1].full_bytes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_segment_is_not_full_all_at_once(cluster: Cluster, reentrant: bool) -> None:
+    cluster.run(check_segment, reentrant)
+
+
+def check_freed(rank: int) -> None:
+    model = make_stack()
+    model(batch(rank)).sum().backward()
+    engine = weakref.ref(engine_of(model))
+    del model
+    assert engine() is None, "a cycle keeps the buffers until the garbage collector runs"
+
+
+def test_model_is_freed_without_the_garbage_collector(cluster: Cluster) -> None:
+    cluster.run(check_freed)

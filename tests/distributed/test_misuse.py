@@ -150,6 +150,9 @@ def check_ranks_disagree(rank: int, kind: str) -> None:
         model[1].double()
     if kind == "frozen" and rank == 1:
         model[1].requires_grad_(False)
+    if kind == "more" and rank == 1:
+        model.append(nn.Linear(4, 4))
+        fully_shard(model[2])
     if kind != "units" or rank == 0:
         fully_shard(model[0])
     fully_shard(model)
@@ -166,6 +169,7 @@ def check_ranks_disagree(rank: int, kind: str) -> None:
         ("dtype", "float32.*float64"),
         ("frozen", "trainable.*frozen"),
         ("units", "unit .*with"),
+        ("more", "unit .*with"),
     ],
 )
 def test_ranks_that_disagree_on_the_model(cluster: Cluster, kind: str, message: str) -> None:

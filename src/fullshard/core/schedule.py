@@ -165,7 +165,11 @@ class Scheduler:
         if event.will_backward and not event.inside_backward:
             self._to_backward.append(unit)
             del self._to_backward[: -MAX_RECORD_PER_UNIT * len(self.states)]
-        self._move(unit, self._exit(event))
+        step = self._exit(event)
+        if step is Step.EXIT_HOLD and event.inside_backward:
+            # Of a segment that is recomputed as a whole only the last unit is next; the others are gathered again.
+            self._release_held()
+        self._move(unit, step)
         if unit == 0 and not event.inside_backward:
             self._end_of_root_forward(event)
 
@@ -198,10 +202,13 @@ class Scheduler:
         ahead = self.prefetched_bytes() + sum(self.full_bytes[u] for u in around)
         return ahead == 0 if budget is None else ahead + self.full_bytes[unit] <= budget
 
-    def _end_of_root_forward(self, event: Event) -> None:
+    def _release_held(self) -> None:
         for unit, state in enumerate(self.states):
             if state is State.HELD:
                 self._move(unit, Step.RESHARD)
+
+    def _end_of_root_forward(self, event: Event) -> None:
+        self._release_held()
         # This drops prefetches that forward did not use, and gathers what backward needs first. The root itself comes
         # first of all: if its buffer was kept it counts, but to gather it again at once would overlap with nothing.
         ahead = self._backward_order() if event.will_backward else []

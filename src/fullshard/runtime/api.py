@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from fullshard.core.policy import AfterForward, after_forward
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import AlreadyShardedError, MisuseError
 from fullshard.runtime.build import build_unit, find_engine, make_place
+from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks
 from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -278,13 +279,12 @@ class FSDPModule:
         """Move, cast or materialize: on the sharded parameters, whose flat shards are then made anew."""
         unit = _unit(self)
         self.reshard()
-        meta = [buffer for buffer in cast(nn.Module, self).buffers() if buffer.is_meta]
         names = [name for name, buffer in cast(nn.Module, self).named_buffers() if buffer.is_meta]
+        meta = [member.sharded for member in unit.members if member.sharded.is_meta]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit.reflatten()
-        if meta:
-            found = dict(cast(nn.Module, self).named_buffers())
-            note_unfilled(found[name] for name in names)
+        note_unfilled(dict(cast(nn.Module, self).named_buffers()), names)
+        mark_unfilled(meta)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -294,11 +294,20 @@ class FSDPModule:
         )
 
 
-def note_unfilled(buffers: Iterable[torch.Tensor]) -> None:
-    """These buffers were given memory but no values."""
-    for buffer in buffers:
-        if not buffer.is_meta:
-            REGISTRY.unfilled[buffer] = buffer._version
+def note_unfilled(buffers: dict[str, torch.Tensor], names: list[str]) -> None:
+    """Buffers of these names were on the meta device: remember those that have memory now, but no values."""
+    for name in names:
+        if not buffers[name].is_meta:
+            REGISTRY.unfilled[buffers[name]] = buffers[name]._version
+
+
+def mark_unfilled(parameters: list[nn.Parameter]) -> None:
+    """Parameters that were on the meta device and have memory now: NaN tells them from initialized ones."""
+    with torch.no_grad():
+        for parameter in parameters:
+            local = local_of(parameter)
+            if not local.is_meta and local.is_floating_point():
+                local.fill_(torch.nan)
 
 
 def _unit(module: Any) -> Unit:

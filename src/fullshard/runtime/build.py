@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,16 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.policy import AfterForward, UnitPolicy, after_forward
-from fullshard.core.spec import ParamSpec, World
+from fullshard.core.spec import World
 from fullshard.errors import MisuseError, UninitializedError
 from fullshard.runtime.collectives import TRANSPORTS, check_agreement
 from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names
 from fullshard.runtime.device import default_device_type
+from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.init import wrap_reset_parameters
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.shards import Place
+from fullshard.runtime.shards import Member, Place
 from fullshard.runtime.unit import Unit
 
 
@@ -143,15 +146,22 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
     if unit.engine is not None:
         return unit.engine
     units, names = _units_in(module, attribute)
-    _check_initialized(module, units)
+    changes: dict[str, Any] = {}
     for other in units:
         if other.engine is not None:
+            changes.update(other.engine.schedule_changes)
             _take_over(other)
+        other.reflatten()
     _check_same_everywhere(units, names)
+    _check_initialized(module, units)
     engine = Engine(units, names)
+    engine.set_schedule(**changes)
     for each in units:
         each.engine = engine
-    REGISTRY.engines.add(engine)
+    for part in module.modules():
+        handle = part.__dict__.get(attribute)
+        if handle is not None:
+            handle.hooks.engine = engine
     return engine
 
 
@@ -182,7 +192,7 @@ def _take_over(unit: Unit) -> None:
 
 def _check_initialized(root: nn.Module, units: list[Unit]) -> None:
     meta = [member.spec.name for unit in units for member in unit.members if member.sharded.is_meta]
-    unfilled = [member.spec.name for unit in units if unit.unfilled for member in unit.members]
+    unfilled = [name for unit in units for name in _unfilled(unit)]
     buffers = [
         name
         for name, buffer in root.named_buffers()
@@ -202,26 +212,55 @@ def _check_initialized(root: nn.Module, units: list[Unit]) -> None:
         )
 
 
+def _unfilled(unit: Unit) -> list[str]:
+    """Parameters of which every element here is the NaN that marks memory without values."""
+    names = []
+    for member in unit.members:
+        local = local_of(member.sharded)
+        if local.numel() and local.is_floating_point() and not local.is_meta and bool(local.isnan().all()):
+            names.append(member.spec.name)
+    return names
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
-    """Ranks that will exchange rows must agree on what they exchange; otherwise they would hang, or mix rows up."""
-    lines: dict[int, list[str]] = {}
-    meshes = {}
+    """Ranks that will exchange rows must agree on what they exchange; otherwise they would hang, or mix rows up.
+
+    One exchange a process group, whatever the number of units: a rank with more of them takes part as often as others.
+    """
+    lines: dict[tuple[int, ...], list[str]] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit, name in zip(units, names, strict=True):
-        key = id(unit.place.mesh)
-        meshes[key] = unit.place.mesh
-        shown = name or "(root)"
-        lines.setdefault(key, []).append(f"unit {shown!r} with {len(unit.members)} parameters, {unit.precision}")
-        lines[key].extend(_line(shown, member.spec, member.sharded.requires_grad) for member in unit.members)
-    for key, mesh in meshes.items():
-        for axis in range(mesh.ndim):
-            check_agreement(lines[key], mesh.get_group(axis))
+        place = unit.place
+        for group in (place.shard_group, place.replicate_group):
+            if group is not None:
+                key = tuple(dist.get_process_group_ranks(group))
+                groups.setdefault(key, group)
+                lines.setdefault(key, []).extend(_describe(unit, name or "(root)"))
+    for key, group in groups.items():
+        check_agreement(lines[key], group)
 
 
-def _line(unit: str, spec: ParamSpec, trainable: bool) -> str:
-    state = "trainable" if trainable else "frozen"
-    return f"parameter {spec.name!r} of unit {unit!r}, shape {spec.shape}, {spec.dtype}, {state}, dim {spec.shard_dim}"
+def _describe(unit: Unit, name: str) -> list[str]:
+    policy = unit.policy
+    settings = (
+        f"{unit.precision}, transport {unit.place.transport!r}, after forward {policy.after_forward.value}, "
+        f"sync {policy.sync_gradients} {policy.sync_replicas}"
+    )
+    unfilled = set(_unfilled(unit))
+    return [
+        f"unit {name!r} with {len(unit.members)} parameters, {settings}",
+        *(_line(name, member, member.spec.name in unfilled) for member in unit.members),
+    ]
+
+
+def _line(unit: str, member: Member, unfilled: bool) -> str:
+    spec = member.spec
+    state = "trainable" if member.sharded.requires_grad else "frozen"
+    values = ", without values" if unfilled else ""
+    where = f"parameter {spec.name!r} of unit {unit!r}, shape {spec.shape}"
+    return f"{where}, {spec.dtype}, {state}, dim {spec.shard_dim}{values}"

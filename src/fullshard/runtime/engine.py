@@ -16,7 +16,7 @@ from fullshard.core.policy import SchedulePolicy, UnitPolicy
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.collectives import Transport, make_transport
-from fullshard.runtime.device import BufferPool, keep_freed_host_memory, make_streams
+from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.gradients import warn_dropped
 from fullshard.runtime.unit import Links, Unit
 
@@ -48,6 +48,7 @@ class Engine:
 
     Attributes:
         log: Commands executed so far, newest last, bounded.
+        schedule_changes: What the user set of the `SchedulePolicy`.
         is_last_backward: Whether the end of a backward waits for all reductions.
         watch: If set, called for every command in place of executing it; it must call `act(unit)` once.
         parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
@@ -59,12 +60,13 @@ class Engine:
         self.pool = BufferPool(device, 0)
         self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
         self.is_last_backward = True
+        self.schedule_changes: dict[str, Any] = {}
         self.parameters_changed = False
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self._broken: CommunicationError | None = None
         # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
         self._backward: weakref.ref[Any] | None = None
-        links = _Linker(self.pool)
+        links = _Linker(self.pool, make_streams(device))
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.start(name, index, links.link(unit))
         self._settle_memory()
@@ -98,8 +100,13 @@ class Engine:
         unit.policy = replace(unit.policy, **indices)
         self.set_unit_policy(unit, unit.policy)
 
+    def sizes_changed(self) -> None:
+        """A unit was cast: its full buffers have another size."""
+        self.scheduler.full_bytes = tuple(unit.full_bytes for unit in self.units)
+
     def set_schedule(self, **changes: Any) -> None:
         """Change fields of the `SchedulePolicy`."""
+        self.schedule_changes.update(changes)
         self.scheduler.policy = replace(self.scheduler.policy, **changes)
 
     # Events
@@ -118,6 +125,17 @@ class Engine:
             except CommunicationError as error:
                 self._broken = error
                 raise
+        self._show(event)
+
+    def _show(self, event: Event) -> None:
+        """Modules hold full parameters while a computation uses them, or because the user called `unshard`, no longer.
+
+        So `parameters()`, optimizers and state dicts see sharded parameters, also of units that keep their buffers.
+        """
+        if event.kind in (EventKind.UNSHARD, EventKind.SETTLE):
+            return
+        for unit in (self.units[event.unit],) if event.unit >= 0 else self.units:
+            unit.show(full=self.scheduler.states[unit.index].in_use)
 
     def _execute(self, unit: Unit, act: Callable[[Unit], None]) -> None:
         if self.watch is None:
@@ -131,6 +149,15 @@ class Engine:
         if self.parameters_changed and not self.in_backward:
             self.parameters_changed = False
             self.on(Event(EventKind.CHANGED))
+
+    def before_root_forward(self) -> None:
+        """Take over parameters that the user moved, cast or replaced in modules below the sharded ones."""
+        if not self.in_backward and not self.scheduler.in_use():
+            for unit in self.units:
+                if unit.was_touched:
+                    unit.adopt()  # first: resharding registers the sharded parameters again
+                    self.on(Event(EventKind.RESHARD, unit.index))
+                    unit.rebuild()
 
     def recover(self) -> None:
         """If a backward died, bring every unit back to rest."""
@@ -200,8 +227,9 @@ class Engine:
 class _Linker:
     """Makes transports, one per group and kind, shared by the units."""
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, streams: Streams) -> None:
         self._pool = pool
+        self._streams = streams
         self._made: dict[tuple[int, str], Transport] = {}
 
     def link(self, unit: Unit) -> Links:
@@ -219,6 +247,5 @@ class _Linker:
         place = unit.place
         key = (id(group), place.transport)
         if key not in self._made:
-            streams = make_streams(place.device)
-            self._made[key] = make_transport(place.transport, group, place.device, self._pool, streams)
+            self._made[key] = make_transport(place.transport, group, place.device, self._pool, self._streams)
         return self._made[key]

@@ -8,26 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.core.layout import FlatLayout, Region, align
+from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import ReduceItem
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.storage import FlatBuffers, rows_first
-
-
-@dataclass(slots=True)
-class _Sum:
-    """A sum over the shard axis, under way or done.
-
-    Attributes:
-        flat: Shape [gradient_numel + one usage count per parameter], in the dtype of the sum.
-        bucket: What the packed message brings: this rank's small gradients, then the usage counts.
-        complete: Every parameter had a gradient here, so the counts need not be read (reading stalls an accelerator).
-        sources: Tensors on the wire, kept until they have left.
-    """
-
-    flat: torch.Tensor
-    bucket: torch.Tensor
-    complete: bool
-    sources: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +33,25 @@ class _Plan:
     gaps: tuple[tuple[int, int], ...]
     large: tuple[Region, ...]
     small: tuple[Region, ...]
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A sum over the shard axis, under way or done.
+
+    Attributes:
+        plan: By which it was begun; flags may change before it is complete.
+        flat: Shape [gradient_numel + one usage count per parameter], in the dtype of the sum.
+        bucket: What the packed message brings: this rank's small gradients, then the usage counts.
+        complete: Every parameter had a gradient here, so the counts need not be read (reading stalls an accelerator).
+        sources: Tensors on the wire, kept until they have left.
+    """
+
+    plan: _Plan
+    flat: torch.Tensor
+    bucket: torch.Tensor
+    complete: bool
+    sources: list[torch.Tensor]
 
 
 def _plan(layout: FlatLayout, rank: int, trainable: tuple[bool, ...]) -> _Plan:
@@ -87,8 +90,25 @@ class GradientFlow:
         self._sum: _Sum | None = None
         self._partial: _Sum | None = None  # sum over the shard axis that replicas have not been added to
         self._plan = _plan(buffers.layout, buffers.world.rank, tuple(p.requires_grad for p in sharded))
+        self._locals = [local_of(parameter) for parameter in sharded]
+        self._gathered_versions: list[int] = []
         self._touched = False  # this backward has bound gradients
         self._added = False  # this backward has added to gradients of an earlier one
+
+    def is_intact(self) -> bool:
+        """Whether the sharded parameters still have the local tensors that view the flat shard."""
+        return all(local_of(p) is local for p, local in zip(self.sharded, self._locals, strict=True))
+
+    def note_gathered(self) -> None:
+        """The full buffer is being filled from the shards as they are now."""
+        self._gathered_versions = self._versions()
+
+    def is_stale(self) -> bool:
+        """Whether a shard was written since then. A write to a DTensor raises its own counter, not its storage's."""
+        return self._versions() != self._gathered_versions
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self.sharded]
 
     def plan(self) -> _Plan:
         """The plan for the parameters that are trainable now; flags may change between steps."""
@@ -128,7 +148,7 @@ class GradientFlow:
         result = bucket.new_empty(bucket.shape[1])
         items.append(ReduceItem("small parameters", bucket.view(-1), bucket.shape[1], result))
         complete = all(g is not None for g, on in zip(taken, plan.trainable, strict=True) if on)
-        self._sum = _Sum(flat, result, complete, [item.source for item in items])
+        self._sum = _Sum(plan, flat, result, complete, [item.source for item in items])
         self._holding = False
         return items
 
@@ -138,7 +158,7 @@ class GradientFlow:
         if done is None:
             return
         done.sources.clear()
-        plan = self.plan()
+        plan = done.plan
         for start, stop in plan.gaps:
             done.flat[start:stop].zero_()
         done.flat[: plan.packed_numel].copy_(done.bucket[: plan.packed_numel])
@@ -146,6 +166,11 @@ class GradientFlow:
         if self._partial is None:
             self._partial = done
         else:
+            if self._partial.plan != plan:
+                raise MisuseError(
+                    "which parameters require gradients changed while gradients were accumulated without an all-reduce "
+                    "over replicas; call set_requires_all_reduce(True) for the backward before the change"
+                )
             self._partial.flat.add_(done.flat)
             self._partial.complete &= done.complete
 
@@ -167,11 +192,10 @@ class GradientFlow:
         self._touched = True
         self._added |= any(parameter.grad is not None for parameter in self.sharded)
         existing = self.flat()
-        if existing is not None and existing.numel() == flat.numel():
+        if existing is not None and done.plan == self.plan():
             existing.add_(flat)
             return
-        plan = self.plan()
-        for region in (*plan.small, *plan.large):
+        for region in (*done.plan.small, *done.plan.large):
             if used[region.index]:
                 self._bind_one(region, flat)
 
@@ -276,8 +300,11 @@ class GradientFlow:
             target[:whole_chunks].copy_(gradient[:split].view(whole_chunks, -1))
             if split < gradient.numel():
                 target[whole_chunks, : gradient.numel() - split].copy_(gradient[split:])
-        counts = [0.0 if g is None else 1.0 for g in taken]
-        bucket[:, width - len(taken) :] = bucket.new_tensor(counts)
+        counts = bucket[:, width - len(taken) :]
+        if all(gradient is not None for gradient in taken):
+            counts.fill_(1.0)  # the usual case costs an accelerator no copy from the host
+        else:
+            counts.copy_(bucket.new_tensor([0.0 if g is None else 1.0 for g in taken]).expand_as(counts))
         return bucket
 
 

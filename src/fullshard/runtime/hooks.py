@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,22 +37,28 @@ class UnitHooks:
     def __init__(self, unit: Unit, modules: list[nn.Module], find_engine: FindEngine) -> None:
         self._unit = unit
         self._find_engine = find_engine
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
         self._group_size = len(modules)
-        self._ran: set[int] = set()
+        self._ran: set[int] = set()  # modules of the group that have run in this round
+        self._pending = 0  # calls in this round whose backward is not over
         for module in modules:
             # First of all pre-hooks, so that those of the user see full parameters; last of all hooks likewise.
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
             module.register_state_dict_pre_hook(self.pre_state_dict)
+            module.register_load_state_dict_pre_hook(self.pre_load)
+            module.register_load_state_dict_post_hook(self.post_load)
 
     # Forward
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather; cast inputs; arrange to hear of the end of backward."""
         unit = self._unit
-        self._engine = engine = self._find_engine(module, unit)
+        self.engine = engine = self._find_engine(module, unit)
         engine.before_forward()
+        self._bury_dead_forward(module, engine)
+        if unit.index == 0:
+            engine.before_root_forward()
         dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
         if dtype is not None:
             args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
@@ -64,18 +71,27 @@ class UnitHooks:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
+    def _bury_dead_forward(self, module: nn.Module, engine: Engine) -> None:
+        """A forward that ended by what is no `Exception` (Ctrl-C) told nobody: let its unit go before the next one."""
+        if self._unit.index in engine.scheduler.in_use() and not _autograd_runs() and not _is_running(module):
+            if self._unit.index == 0:
+                engine.abort()
+            else:
+                engine.forward_failed(self._unit, inside_backward=False)
+
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Pass the inputs that require gradients through a node whose backward runs after all of the unit's."""
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not tensors:
             return args, kwargs
+        self._pending = self._pending + 1 if self._ran else 1
         watched = _AfterBackward.apply(self.post_backward, *tensors)  # type: ignore[no-untyped-call]
         replaced = {id(old): new for old, new in zip(tensors, watched, strict=True)}
         return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free; cast outputs; arrange to hear of the start of backward. Also called when the forward raised."""
-        unit, engine = self._unit, self._engine
+        unit, engine = self._unit, self.engine
         if engine is None:
             return output
         inside = _autograd_runs()
@@ -129,7 +145,7 @@ class UnitHooks:
 
     def pre_backward(self, gradient: torch.Tensor) -> None:
         """A gradient of the unit's output is there: its backward begins."""
-        engine = self._engine
+        engine = self.engine
         assert engine is not None
         engine.recover()
         if not engine.in_backward:
@@ -140,19 +156,36 @@ class UnitHooks:
 
     def post_backward(self) -> None:
         """The gradients of all inputs are there: the unit's backward is over."""
-        engine = self._engine
+        engine = self.engine
         assert engine is not None
+        self._pending -= 1
+        if self._group_size > 1 and self._pending > 0:
+            return  # the backward of another module of the unit is still to come: one reduction for all
         engine.on(Event(EventKind.POST_BACKWARD, self._unit.index, reducible=self._unit.trainable))
 
     # Others
 
     def pre_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """A state dict holds sharded parameters, whatever came before."""
-        if self._engine is None:
-            return
-        self._engine.recover()
-        if not self._engine.scheduler.states[self._unit.index].in_use:
-            self._engine.on(Event(EventKind.RESHARD, self._unit.index))
+        """A state dict holds sharded parameters, whatever came before. Nothing is freed: one rank may do this alone."""
+        if self.engine is not None:
+            self.engine.recover()
+        self._show_sharded()
+
+    def pre_load(self, module: nn.Module, *_: Any) -> None:
+        """Values are loaded into sharded parameters."""
+        if self.engine is not None:
+            self.engine.recover()
+            self.engine.parameters_changed = True
+        self._show_sharded()
+
+    def post_load(self, module: nn.Module, _incompatible: Any) -> None:
+        """Parameters that were assigned, not written into, are taken over."""
+        self._unit.reflatten()
+
+    def _show_sharded(self) -> None:
+        engine = self.engine
+        if engine is None or not engine.scheduler.states[self._unit.index].in_use:
+            self._unit.show(full=False)
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -185,6 +218,18 @@ def _autograd_runs() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of `module` is on the stack, below the one that is just beginning."""
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # The names under which a call of a module and `UnitHooks.run` hold their module.
+        name = {nn.Module._call_impl.__code__: "self", UnitHooks.run.__code__: "module"}.get(frame.f_code)
+        calls += name is not None and frame.f_locals.get(name) is module
+        frame = frame.f_back
+    return calls > 1
+
+
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
@@ -209,9 +254,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Parameters have changed: full copies from before are stale."""
-    for engine in REGISTRY.engines:
-        engine.parameters_changed = True
+    """Parameters have changed: full copies of them from before are stale."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            unit = REGISTRY.owner(parameter)
+            if unit is not None and unit.engine is not None:
+                unit.engine.parameters_changed = True
 
 
 class OptimizerHooks:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from fullshard.runtime.engine import Engine
+    from fullshard.runtime.shards import Member
     from fullshard.runtime.unit import Unit
 
 
@@ -26,14 +26,12 @@ class Registry:
         owners: Identity of a sharded parameter -> its unit. By number, not by weak reference: torch refuses to convert
             (move, cast) a parameter that is weakly referenced. The unit keeps the parameter, so the number stays its.
         unfilled: Buffer that was materialized from meta -> its version at that moment.
-        engines: Engines that are alive.
     """
 
     def __init__(self) -> None:
         self.replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.owners: dict[int, weakref.ref[Unit]] = {}
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:
@@ -46,6 +44,14 @@ class Registry:
             self.replaced[original] = (reference, member.spec.name)
             self.owners[number] = reference
         weakref.finalize(unit, self._forget, numbers, reference)
+
+    def note_replaced(self, unit: Unit, members: list[Member]) -> None:
+        """The sharded parameters of these members of `unit` are other objects now."""
+        numbers = [id(member.sharded) for member in members]
+        reference = weakref.ref(unit)
+        self.owners.update((number, reference) for number in numbers)
+        if numbers:
+            weakref.finalize(unit, self._forget, numbers, reference)
 
     def _forget(self, numbers: list[int], reference: weakref.ref[Unit]) -> None:
         for number in numbers:

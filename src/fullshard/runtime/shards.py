@@ -69,7 +69,7 @@ def shard_parameters(
     """
     members: dict[int, Member] = {}
     flows: list[GradientFlow] = []
-    for indices in _by_dtype([item.spec for item in found]):
+    for indices in _alike([item.parameter for item in found]):
         buffers = _allocate([found[i].spec for i in indices], place, found[indices[0]].parameter)
         for region in buffers.layout.regions:
             item = found[indices[region.index]]
@@ -96,7 +96,7 @@ def reflatten(members: list[Member], place: Place, precision: MixedPrecisionPoli
             )
     flows: list[GradientFlow] = []
     with torch.inference_mode(False), torch.no_grad():
-        for indices in _by_dtype([member.spec for member in members]):
+        for indices in _alike([local_of(member.sharded) for member in members]):
             buffers = _allocate([members[i].spec for i in indices], place, local_of(members[indices[0]].sharded))
             for region in buffers.layout.regions:
                 sharded = members[indices[region.index]].sharded
@@ -108,10 +108,38 @@ def reflatten(members: list[Member], place: Place, precision: MixedPrecisionPoli
     return flows
 
 
-def is_flat(members: list[Member], flows: list[GradientFlow]) -> bool:
-    """Whether every local tensor still is a view of its flat shard."""
-    storages = {flow.buffers.shard.untyped_storage()._cdata for flow in flows}
-    return all(local_of(member.sharded).untyped_storage()._cdata in storages for member in members)
+def adopt_registered(members: list[Member]) -> list[Member]:
+    """Find sharded parameters that the user replaced (`load_state_dict(assign=True)`, `setattr`) and take the new ones.
+
+    Returns:
+        Members whose parameter is another object now.
+
+    Raises:
+        ValueError: The new parameter is not a DTensor of the same shape and placements.
+    """
+    changed = []
+    for member in members:
+        found = {id(p): p for slot in member.slots if (p := slot.registry.get(slot.name)) is not None}
+        news = [p for p in found.values() if p is not member.sharded]
+        if not news:
+            continue
+        new, old = news[0], member.sharded
+        if not _fits(new, old):
+            what = f"placements {new.placements}" if isinstance(new, DTensor) else "no sharding"
+            wanted = f"a DTensor of shape {tuple(old.shape)}"
+            raise ValueError(
+                f"parameter {member.spec.name!r} was replaced after sharding by one of shape {tuple(new.shape)} "
+                f"with {what}; expected {wanted}. Write into the parameter, or load a sharded state dict"
+            )
+        member.sharded = new
+        changed.append(member)
+    return changed
+
+
+def _fits(new: torch.Tensor, old: torch.Tensor) -> bool:
+    if not (isinstance(new, DTensor) and isinstance(old, DTensor)):
+        return False
+    return new.shape == old.shape and tuple(new.placements) == tuple(old.placements)
 
 
 def _allocate(specs: list[ParamSpec], place: Place, like: torch.Tensor) -> FlatBuffers:
@@ -159,11 +187,11 @@ def _flow(buffers: FlatBuffers, sharded: list[nn.Parameter], precision: MixedPre
     return GradientFlow(buffers, sharded, precision.sum_dtype(buffers.shard.dtype))
 
 
-def _by_dtype(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Indices of the parameters of each dtype, dtypes in the order of their first parameter."""
-    groups: dict[str, list[int]] = {}
-    for i, spec in enumerate(specs):
-        groups.setdefault(spec.dtype, []).append(i)
+def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Indices of tensors that can share a flat shard: of one dtype, with memory or all on the meta device."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.is_meta), []).append(i)
     return list(groups.values())
 
 

@@ -129,7 +129,6 @@ class FlatBuffers:
         self._primary: GatherPlan | None = None
         self._secondary: GatherPlan | None = None
         self._gathering: GatherPlan | None = None
-        self._gathered_version = 0
 
     def _local_view(self, region: Region) -> tuple[torch.Size, tuple[int, ...]]:
         """Shape and stride of this rank's rows of a parameter in a flat shard."""
@@ -152,11 +151,6 @@ class FlatBuffers:
     def is_full(self) -> bool:
         """Whether the full buffer holds memory."""
         return self._storage.nbytes() > 0
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the shard was written since the last gather, as far as version counters tell."""
-        return self.shard._version != self._gathered_version
 
     def build(self, pool: BufferPool, compute_dtype: torch.dtype) -> None:
         """Make the full parameters and every view that a gather needs, once; the buffer stays empty.
@@ -191,7 +185,6 @@ class FlatBuffers:
         """Put memory under the full buffer and this rank's rows into it; returns what has to be exchanged."""
         self._gathering = self._secondary if secondary else self._primary
         assert self._gathering is not None
-        self._gathered_version = self.shard._version
         pool.fill(self._storage, self.full_bytes)
         with torch.no_grad():
             return self._gathering.begin()

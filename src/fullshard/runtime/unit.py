@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from fullshard.runtime.collectives import Call, Pending, Transport
 from fullshard.runtime.describe import Found
 from fullshard.runtime.device import BufferPool
 from fullshard.runtime.policy import MixedPrecisionPolicy
-from fullshard.runtime.shards import Member, Place, is_flat, reflatten, shard_parameters
+from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.shards import Member, Place, adopt_registered, reflatten, shard_parameters
 
 if TYPE_CHECKING:
     from fullshard.runtime.engine import Engine
@@ -59,7 +61,7 @@ class Unit:
         self.place = place
         self.precision = precision
         self.policy = policy
-        self.engine: Engine | None = None
+        self._engine: weakref.ref[Engine] | None = None
         # Units that the user wants gathered when this one enters forward or backward; indices are known to an engine.
         self.prefetch: dict[str, list[Unit]] = {}
         # Identities of the unit's modules: a reference to the modules would be a cycle.
@@ -70,8 +72,7 @@ class Unit:
         self._links: Links | None = None
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
-        # Versions of flat shards at the moment they got memory in place of the meta device.
-        self._unfilled: dict[int, int] = {}
+        self._shows_full = False  # the modules hold full parameters now
         self.register_sharded()
 
     def start(self, name: str, index: int, links: Links) -> None:
@@ -90,6 +91,15 @@ class Unit:
             for slot in member.slots
         ]
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that runs the unit. It is the hooks that keep it: unit and engine would be a cycle."""
+        return None if self._engine is None else self._engine()
+
+    @engine.setter
+    def engine(self, engine: Engine | None) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
+
     def release(self, name: str) -> Member:
         """Let another unit take over a parameter; before any engine has started."""
         member = next(member for member in self.members if member.spec.name == name)
@@ -97,24 +107,37 @@ class Unit:
         self.flows = reflatten(self.members, self.place, self.precision)
         return member
 
-    @property
-    def unfilled(self) -> bool:
-        """Whether the shards were materialized from the meta device and never written."""
-        return any(flow.buffers.shard._version == self._unfilled.get(i) for i, flow in enumerate(self.flows))
-
     def reflatten(self) -> None:
-        """Local tensors were replaced by the user: make flat shards of them again."""
-        if is_flat(self.members, self.flows):
-            return
-        was_meta = any(flow.buffers.shard.is_meta for flow in self.flows)
+        """Take over what the user put in place of sharded parameters or of their local tensors; the unit is at rest.
+
+        Raises:
+            ValueError: A parameter was replaced by something that is not this rank's part of it.
+        """
+        if self.adopt() or not all(flow.is_intact() for flow in self.flows):
+            self.rebuild()
+
+    def adopt(self) -> bool:
+        """Make parameters that the user registered in place of sharded ones the sharded ones. Were there any?"""
+        replaced = adopt_registered(self.members)
+        REGISTRY.note_replaced(self, replaced)
+        return bool(replaced)
+
+    def rebuild(self) -> None:
+        """Make flat shards, and full buffers, of what the sharded parameters hold now; the unit is at rest."""
         self.flows = reflatten(self.members, self.place, self.precision)
-        if was_meta:
-            shards = [flow.buffers.shard for flow in self.flows]
-            self._unfilled = {
-                i: shard._version for i, shard in enumerate(shards) if shard.numel() and not shard.is_meta
-            }
+        self.register_sharded()
         if self._links is not None:
             self.start(self.name, self.index, self._links)
+            if self.engine is not None:
+                self.engine.sizes_changed()
+
+    @property
+    def was_touched(self) -> bool:
+        """Whether the user put other parameters, or other local tensors, in place of sharded ones."""
+        if not all(flow.is_intact() for flow in self.flows):
+            return True
+        # While full ones are registered nothing can be told from the modules.
+        return not self._shows_full and any(registry[name] is not own for registry, name, own, _ in self._swaps)
 
     @property
     def links(self) -> Links:
@@ -130,7 +153,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether shards were written in place since they were gathered (by hand; optimizers report themselves)."""
-        return any(flow.buffers.is_stale for flow in self.flows)
+        return any(flow.is_stale() for flow in self.flows)
 
     @property
     def trainable(self) -> bool:
@@ -155,6 +178,7 @@ class Unit:
 
     def _gather(self, transport: Transport, *, secondary: bool) -> None:
         for number, flow in enumerate(self.flows):
+            flow.note_gathered()
             items = flow.buffers.begin_gather(self.links.pool, secondary)
             self._gathering.append(transport.gather(items, self._call("gather", _GATHER, number)))
 
@@ -280,8 +304,16 @@ class Unit:
 
     # Registration
 
+    def show(self, full: bool) -> None:
+        """Register full or sharded parameters, if it is the other kind that is registered."""
+        if full and not self._shows_full:
+            self.register_full()
+        elif not full and self._shows_full:
+            self.register_sharded()
+
     def register_full(self) -> None:
         """Put the full parameters into the modules."""
+        self._shows_full = True
         for flow in self.flows:
             for sharded, full in zip(flow.sharded, flow.buffers.full, strict=True):
                 if full.requires_grad != sharded.requires_grad:
@@ -291,6 +323,7 @@ class Unit:
 
     def register_sharded(self) -> None:
         """Put the sharded parameters into the modules."""
+        self._shows_full = False
         for member in self.members:
             for slot in member.slots:
                 slot.registry[slot.name] = member.sharded

@@ -32,8 +32,14 @@ def make_transport(
     name: str, group: dist.ProcessGroup, device: torch.device, pool: BufferPool, streams: Streams
 ) -> Transport:
     """The transport called `name` for `group`; "auto" is direct on Gloo and torch's collectives elsewhere."""
+    backend = group._get_backend(device).name()
+    if name == "direct" and backend != "gloo":
+        raise ValueError(
+            f"transport='direct' needs the Gloo backend, but the group's backend for {device.type} is {backend!r}: "
+            "use transport='torch' (or 'auto')"
+        )
     if name == "auto":
-        name = "direct" if group._get_backend(device).name() == "gloo" else "torch"
+        name = "direct" if backend == "gloo" else "torch"
     return Direct(group, device, pool) if name == "direct" else Native(group, device, streams)
 
 

@@ -1,7 +1,7 @@
 """Direct exchange: each rank sends rows to each peer, which receives them in place.
 
-It needs nothing but send and receive, so it runs on any backend that has them; it was made for Gloo, whose all-gather
-and reduce-scatter go through temporaries and take about three times as long. Gradients travel in the dtype they were
+It is for Gloo, whose all-gather and reduce-scatter go through temporaries and take about three times as long; a backend
+whose sends block the stream they run on would need them grouped. Gradients travel in the dtype they were
 made in and are summed on arrival, in rank order, in the dtype of the result: 16-bit traffic with 32-bit sums, and sums
 that are the same bit for bit in every run.
 """
