@@ -1,7 +1,7 @@
 """The command `fullshard`. The only file that reads the environment.
 
 Exit codes: 0 done, 1 error, 2 wrong usage or configuration, 4 training diverged, 75 stopped by SIGTERM after saving,
-130 stopped by Ctrl-C after saving.
+130 stopped by Ctrl-C (after saving, if it had begun to train), 143 stopped by SIGTERM before it had begun to train.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fullshard.train.errors import ConfigError, TrainError
 from fullshard.train.launch import launch, lost_peer
 from fullshard.train.plan import describe_run
 from fullshard.train.settings import Settings, load_settings, split_overrides, to_dict, to_toml
+from fullshard.train.stop import EarlyStopError
 from fullshard.train.worker import Output, run_worker
 from fullshard.train.world import Place
 
@@ -46,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainError as error:
         _print_error(str(error))
         return error.exit_code
+    except EarlyStopError as stop:
+        _print_error(str(stop))
+        return stop.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -117,6 +121,10 @@ def _run_rank(settings: Settings, place: Place, output: Output) -> int:
     handler = get_error_handler()
     try:
         return run_worker(settings.config, place, output)
+    except EarlyStopError as stop:
+        if output.launched:  # our own launcher says it, once for all ranks
+            return stop.exit_code
+        raise
     except Exception as error:  # noqa: BLE001  whatever it is, the launcher must hear of it
         cause = lost_peer(error) or error
         handler.record_exception(cause)

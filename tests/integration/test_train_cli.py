@@ -159,6 +159,29 @@ def test_error_in_the_ranks_is_printed_once(tmp_path: Path) -> None:
     assert code == 1
     assert err.count("there is no file or folder") == 1
     assert "Traceback" not in err + out
+    assert list((tmp_path / "runs").iterdir()) == []  # the name is free again
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)], ids=["SIGTERM-2", "SIGINT-1"]
+)
+def test_signal_while_the_text_is_read_ends_promptly(
+    tmp_path: Path, number: signal.Signals, code: int, ranks: int
+) -> None:
+    """The text comes from a pipe that never ends; with two ranks also longer than a collective may take."""
+    config = write_config(tmp_path, steps=3)
+    os.mkfifo(tmp_path / "endless.pipe")
+    arguments = ["--data.paths", tmp_path / "*.pipe", "--nproc", ranks, "--runtime.timeout_seconds", "2"]
+    process = start("train", config, *arguments)
+    with (tmp_path / "endless.pipe").open("wb"):  # returns when rank 0 reads
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=4 if ranks > 1 else 0.1)
+        process.send_signal(number)
+        found, out, err = finish(process)
+    assert found == code, err
+    assert f"stopped by {number.name} before" in err
+    assert "Traceback" not in err + out
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # -- in this process: nothing is started -------------------------------------------------------------------------------

@@ -6,13 +6,17 @@ import json
 import runpy
 import shutil
 import signal
+import threading
+import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -268,6 +272,13 @@ def test_only_the_newest_checkpoints_are_kept(cluster: Cluster, tmp_path: Path) 
     assert (folder / "latest").read_text() == "step-8\n"
 
 
+MANIFEST_DAMAGE: dict[str, dict[str, Any]] = {
+    "entries": {"ranks": [{"bytes": 1, "sha256": ""}, {}]},  # rank 1 alone would stumble
+    "types": {"position": None, "mesh": 2},
+    "mesh": {"mesh": [2, 1]},  # the same number of ranks, other rows on each
+}
+
+
 def damage(folder: Path, how: str) -> None:
     shard, manifest = folder / rank_file(1), folder / MANIFEST_FILE
     content = bytearray(shard.read_bytes())
@@ -282,6 +293,8 @@ def damage(folder: Path, how: str) -> None:
         manifest.write_text(manifest.read_text()[:-20])
     elif how == "format":
         manifest.write_text('{"format": "other"}')
+    elif how in MANIFEST_DAMAGE:
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | MANIFEST_DAMAGE[how]))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +306,9 @@ def damage(folder: Path, how: str) -> None:
         ("manifest", r"checkpoint\.json cannot be read as JSON"),
         ("format", "expected a checkpoint of format 'fullshard-plain-1'"),
         ("ranks", r"was written by 2 ranks, this run has 1.*resume with --nproc 2"),
+        ("entries", r"checkpoint\.json: ranks is not as it was written: the file is damaged"),
+        ("types", r"checkpoint\.json: position, mesh is not as it was written: the file is damaged"),
+        ("mesh", r"was written with parallel\.dp_replicate = 2, this run has 1.*--parallel\.dp_replicate 2"),
         ("model", r"belongs to a different run: model\.num_hidden_layers was 2, is 3"),
     ],
 )
@@ -332,6 +348,38 @@ def _disk_full(tensors: dict[str, Tensor], path: Path) -> None:
 
 def test_half_written_checkpoint_is_never_taken_for_one(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(fail_while_saving, make_config(tmp_path), tmp_path / "checkpoint")
+
+
+def break_on_rank_one(rank: int, error: Exception) -> None:
+    def action() -> None:
+        if rank == 1:
+            raise error
+
+    make_world(rank).on_all(action)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SafetensorError("disk trouble"), r"^SafetensorError: disk trouble \(test_train_loop\.py, line \d+\)$"),
+        (KeyError("bytes"), r"^KeyError: 'bytes' \(test_train_loop\.py, line \d+\)$"),
+        (OSError(28, "No space left on device"), r"^OSError: \[Errno 28\] No space left on device$"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_exception_of_one_rank_is_raised_by_all(cluster: Cluster, error: Exception, message: str) -> None:
+    cluster.run(break_on_rank_one, error, expect=TrainError, match=message)
+
+
+def work_on_first(rank: int, limit: float) -> float:
+    world = replace(make_world(rank), control=dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)))
+    started = time.monotonic()
+    world.on_first(lambda: threading.Event().wait(1.5))  # a slow disk: longer than a collective may take
+    return time.monotonic() - started
+
+
+def test_work_of_the_first_rank_may_take_longer_than_a_collective(cluster: Cluster) -> None:
+    assert min(cluster.run(work_on_first, 30.0, group_timeout=1.0)) >= 1.4
 
 
 # -- examples ----------------------------------------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,14 +20,14 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fullshard.train.checkpoint import find_latest
+from fullshard.train.checkpoint import _prune, _publish, find_latest
 from fullshard.train.config import CheckpointConfig, Config, OptimConfig, RunConfig
 from fullshard.train.errors import CheckpointError, RankFailedError
-from fullshard.train.folder import MetricsLog, choose_folder
+from fullshard.train.folder import MetricsLog, RunFolder, _make_folder, choose_folder
 from fullshard.train.launch import _explain
 from fullshard.train.optim import build_optimizer, learning_rate
 from fullshard.train.progress import LiveProgress, PlainProgress, StepReport, format_bytes, format_seconds
-from fullshard.train.stop import listening
+from fullshard.train.stop import EarlyStopError, listening
 
 
 def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
@@ -62,18 +65,40 @@ def make_run(folder: Path, *, saved: bool = False) -> None:
 
 
 def test_new_run_never_takes_the_folder_of_an_old_one(tmp_path: Path) -> None:
-    assert choose_folder(run_config(tmp_path)).path.name == "a"
-    (tmp_path / "a").mkdir()  # failed before its first step
-    assert choose_folder(run_config(tmp_path)).path.name == "a"
-    make_run(tmp_path / "a-2")
+    first = choose_folder(run_config(tmp_path))
+    assert first.path == tmp_path / "a"
     make_run(tmp_path / "ab")
-    assert choose_folder(run_config(tmp_path)).path.name == "a-3"
+    make_run(tmp_path / "a-3")
+    assert choose_folder(run_config(tmp_path)).path.name == "a-4"
+
+
+def test_run_that_is_still_preparing_owns_its_folder(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    first, second = choose_folder(config), choose_folder(config)
+    assert [first.path.name, second.path.name] == ["a", "a-2"]
+    # Both have seen the same folders, and only then does one make its own: the other takes the next number.
+    assert _make_folder(tmp_path, "a", 2) == tmp_path / "a-3"
+
+
+def test_run_that_failed_while_preparing_does_not_use_up_its_name(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    failed = choose_folder(config)
+    failed.create(config)
+    failed.corpus.mkdir()
+    failed.discard()
+    assert not failed.path.exists()
+    make_run(tmp_path / "a")
+    RunFolder(tmp_path / "a", resumes=False).discard()
+    RunFolder(tmp_path / "a", resumes=True).discard()
+    assert (tmp_path / "a" / "metrics.jsonl").exists()
 
 
 def test_resume_takes_the_run_that_saved_last(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to resume"):
         choose_folder(run_config(tmp_path, "yes"))
-    assert not choose_folder(run_config(tmp_path, "auto")).resumes
+    fresh = choose_folder(run_config(tmp_path, "auto"))
+    assert not fresh.resumes
+    fresh.discard()
     for number, name in enumerate(("a", "a-2")):
         make_run(tmp_path / name, saved=True)
         os.utime(tmp_path / name / "checkpoint" / "latest", ns=(number, number))
@@ -92,6 +117,88 @@ def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
         file.write('{"step": 3, "cut sho')
     MetricsLog(path, 3).close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_metrics_are_not_lost_when_resuming_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def killed(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text[:5].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsLog(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def fill_checkpoint(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_text(text)
+    (folder / "rank-00000.safetensors").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("fatal", range(6))
+def test_killed_replacement_never_loses_the_only_checkpoint(tmp_path: Path, fatal: int) -> None:
+    """Killed at each rename and in the middle of each removal: a whole checkpoint is found, and the next save works."""
+    final, temporary = fill_checkpoint(tmp_path / "step-3", "old"), fill_checkpoint(tmp_path / ".step-3.tmp", "new")
+    (tmp_path / "latest").write_text("step-3\n")
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, fatal)
+        with pytest.raises(KeyboardInterrupt) if fatal < 5 else nullcontext():
+            _publish(temporary, final, {})
+            _prune(tmp_path, keep=1)
+    found, _ = find_latest(tmp_path)
+    assert found is not None
+    assert (found / "rank-00000.safetensors").read_text() in ("old", "new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    _publish(fill_checkpoint(temporary, "new"), final, {})
+    _prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
+    assert (final / "rank-00000.safetensors").read_text() == "new"
+
+
+def test_killed_deletion_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        fill_checkpoint(tmp_path / f"step-{step}", "whole")
+    (tmp_path / "latest").write_text("step-3\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", half_removed)
+        with pytest.raises(KeyboardInterrupt):
+            _prune(tmp_path, keep=2)
+    (tmp_path / "latest").unlink()
+    assert find_latest(tmp_path)[0] == tmp_path / "step-3"
+    assert all((path / "rank-00000.safetensors").exists() for path in tmp_path.glob("step-*"))
+    (tmp_path / "latest").write_text("step-3\n")
+    _prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
+
+
+def half_removed(folder: Path, ignore_errors: bool = False) -> None:
+    if folder.exists():
+        (folder / "rank-00000.safetensors").unlink()
+        raise KeyboardInterrupt
+
+
+def kill_at(patch: pytest.MonkeyPatch, fatal: int) -> None:
+    """KeyboardInterrupt before call number `fatal` of Path.rename, Path.replace and shutil.rmtree together."""
+    calls = itertools.count()
+
+    def counted(action: Callable[..., object], *, partial: bool) -> Callable[..., object]:
+        def call(path: Path, *args: object, **options: object) -> object:
+            if next(calls) == fatal:
+                if partial:
+                    half_removed(path)
+                raise KeyboardInterrupt
+            return action(path, *args, **options)
+
+        return call
+
+    patch.setattr(Path, "rename", counted(Path.rename, partial=False))
+    patch.setattr(Path, "replace", counted(Path.replace, partial=False))
+    patch.setattr(shutil, "rmtree", counted(shutil.rmtree, partial=True))
 
 
 def test_incomplete_checkpoints_are_ignored_with_a_warning(tmp_path: Path) -> None:
@@ -171,10 +278,29 @@ def test_units() -> None:
 def test_signals_are_noted_not_obeyed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with listening(launched=False) as stop:
+        stop.begin()
         assert stop.pending() == 0
         os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # schedulers signal every process, and launchers pass theirs on
         assert stop.pending() == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+def test_signal_before_training_ends_at_once(number: signal.Signals, code: int) -> None:
+    with pytest.raises(EarlyStopError, match=f"{number.name} before training started") as caught, listening(False):
+        os.kill(os.getpid(), number)
+    assert caught.value.exit_code == code
+
+
+def test_second_ctrl_c_ends_at_once() -> None:
+    """The system's own action, which works inside a collective too; SIGTERM: what the launcher then sends."""
+    with listening(launched=True) as stop:
+        stop.begin()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.pending() == signal.SIGINT
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_orphan_asks_to_stop() -> None:
@@ -220,4 +346,5 @@ def test_exit_codes_of_the_ranks_come_through(failure: Callable[..., ProcessFail
     with pytest.raises(RankFailedError, match=r"^training diverged") as caught:
         _explain(ChildFailedError("x", {0: failure(4, "DivergedError: training diverged")}))
     assert caught.value.exit_code == 4
-    assert _explain(ChildFailedError("x", {0: failure(75)})) == 75
+    for code in (75, 130, 143):
+        assert _explain(ChildFailedError("x", {0: failure(code)})) == code

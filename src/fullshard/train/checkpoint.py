@@ -7,8 +7,9 @@
         rng/cpu, rng/device            states of the random generators
     checkpoint/step-40/checkpoint.json step, data position, shapes, and size and sha256 of every rank's file
 
-A checkpoint is built under a temporary name and renamed when all files are on disk, so a folder named `step-N` is
-complete, whatever was killed when. Nothing is ever unpickled.
+A checkpoint is built under a temporary name and renamed when all files are on disk, and renamed again before it is
+deleted, so a folder named `step-N` is complete, whatever was killed when. One that is replaced (a run that was resumed
+from an earlier step) is kept as `.step-N.old` until the new one is in place. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ from fullshard.train.world import World
 CHECKPOINT_FOLDER, LATEST_FILE, MANIFEST_FILE = "checkpoint", "latest", "checkpoint.json"
 FORMAT = "fullshard-plain-1"
 PREFIX, TEMPORARY = "step-", ".tmp"
+REPLACED, DOOMED = ".old", ".gone"  # ends of hidden names: a checkpoint that is being replaced, one being deleted
+MANIFEST_TYPES = {
+    "step": int,
+    "position": int,
+    "world_size": int,
+    "mesh": list,
+    "config": dict,
+    "corpus": str,
+    "parameters": dict,
+    "ranks": list,
+}
 
 
 @dataclass(frozen=True)
@@ -76,29 +88,40 @@ def load_checkpoint(folder: Path, state: TrainState) -> Progress:
     tensors: dict[str, Tensor] = {}
     # Every file is read and checked before any rank changes a parameter.
     state.world.on_all(lambda: tensors.update(_read_rank(folder / rank_file(state.world.rank), own, state)))
-    _fill(state, tensors)
+    state.world.on_all(lambda: _fill(state, tensors))
     return Progress(step=manifest["step"], position=manifest["position"])
 
 
 def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, and warnings about folders that are not complete ones."""
-    complete: dict[int, Path] = {}
+    complete: dict[str, Path] = {}
     warnings = []
+    # Hidden names sort first, so a replaced checkpoint counts only where its successor is not in place.
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir():
             continue
-        number = path.name.removeprefix(PREFIX)
-        if path.name.startswith(PREFIX) and number.isdecimal() and (path / MANIFEST_FILE).is_file():
-            complete[int(number)] = path
+        name = path.name
+        if name.startswith(".") and name.endswith(REPLACED):
+            name = name[1:].removesuffix(REPLACED)
+        if _is_step(name) and (path / MANIFEST_FILE).is_file():
+            complete[name] = path
         else:
-            warnings.append(f"ignored {path}: it is not a complete checkpoint (saving was interrupted).")
+            warnings.append(f"ignored {path}: it is not a complete checkpoint (saving or deleting was interrupted).")
     latest = folder / LATEST_FILE
-    named = folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-    if named in complete.values():
-        return named, warnings
-    if named is not None and complete:
-        warnings.append(f"{latest} names {named.name}, which is not there; taking the newest complete one instead.")
-    return (complete[max(complete)] if complete else None), warnings
+    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    if named in complete:
+        return complete[named], warnings
+    if named and complete:
+        warnings.append(f"{latest} names {named}, which is not there; taking the newest complete one instead.")
+    return (complete[max(complete, key=_step_number)] if complete else None), warnings
+
+
+def _is_step(name: str) -> bool:
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX).isdecimal()
+
+
+def _step_number(name: str) -> int:
+    return int(name.removeprefix(PREFIX))
 
 
 def read_manifest(folder: Path, state: TrainState) -> dict[str, Any]:
@@ -110,9 +133,10 @@ def read_manifest(folder: Path, state: TrainState) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}). Resume from another checkpoint.") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: expected a checkpoint of format {FORMAT!r}, found something else.")
-    missing = {"step", "position", "world_size", "config", "corpus", "parameters", "ranks"} - manifest.keys()
+    missing = MANIFEST_TYPES.keys() - manifest.keys()
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}: the file is damaged.")
+    _check_form(path, manifest)
     _check_fits(path, manifest, state)
     return manifest
 
@@ -136,12 +160,32 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
     return fatal, bending
 
 
+def _check_form(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Whatever is used below has the type it is used as."""
+    wrong = [key for key, kind in MANIFEST_TYPES.items() if not isinstance(manifest[key], kind)]
+    if not wrong:
+        sections_fit = all(isinstance(section, dict) for section in manifest["config"].values())
+        wrong += [] if sections_fit else ["config"]
+        entries = manifest["ranks"]
+        entries_fit = all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in entries)
+        wrong += [] if entries_fit and len(entries) == manifest["world_size"] else ["ranks"]
+        wrong += [] if len(manifest["mesh"]) in (1, 2) else ["mesh"]
+    if wrong:
+        raise CheckpointError(f"{path}: {', '.join(wrong)} is not as it was written: the file is damaged.")
+
+
 def _check_fits(path: Path, manifest: Mapping[str, Any], state: TrainState) -> None:
     saved_size, size = manifest["world_size"], state.world.size
     if saved_size != size:
         raise CheckpointError(
             f"{path} was written by {saved_size} ranks, this run has {size}. Checkpoints of this form fit only the "
             f"same number of ranks: resume with --nproc {saved_size}."
+        )
+    saved_replicas, replicas = (_replicas(mesh) for mesh in (manifest["mesh"], state.world.mesh.shape))
+    if saved_replicas != replicas:
+        raise CheckpointError(
+            f"{path} was written with parallel.dp_replicate = {saved_replicas}, this run has {replicas}, so each rank "
+            f"holds other rows: resume with --parallel.dp_replicate {saved_replicas}."
         )
     fatal, _ = changed_settings(manifest["config"], state.config)
     if fatal:
@@ -155,6 +199,11 @@ def _check_fits(path: Path, manifest: Mapping[str, Any], state: TrainState) -> N
         raise CheckpointError(
             f"{path}: the parameters differ from the model's: {', '.join(sorted(names)) or 'shapes'}."
         )
+
+
+def _replicas(mesh: Sequence[int]) -> int:
+    """Copies of each shard in a mesh of shape (shards,) or (replicas, shards)."""
+    return mesh[0] if len(mesh) == 2 else 1
 
 
 def _parameter_shapes(model: nn.Module) -> dict[str, Any]:
@@ -211,7 +260,9 @@ def _publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     _write_durably(temporary / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     _fsync(temporary)
     if final.exists():  # saved by a run that was resumed from an earlier step
-        shutil.rmtree(final)
+        aside = final.with_name(f".{final.name}{REPLACED}")
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)  # not deleted yet: it may be the only checkpoint there is
     temporary.rename(final)
     _fsync(final.parent)
     pointer = final.parent / (LATEST_FILE + TEMPORARY)
@@ -221,12 +272,15 @@ def _publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    complete = [path for path in folder.glob(PREFIX + "*") if path.name.removeprefix(PREFIX).isdecimal()]
-    complete.sort(key=lambda path: int(path.name.removeprefix(PREFIX)))
+    """Delete all but the newest checkpoints, and what interrupted saves have left. `latest` is in place by now."""
+    complete = sorted((path.name for path in folder.iterdir() if _is_step(path.name)), key=_step_number)
     latest = (folder / LATEST_FILE).read_text(encoding="utf-8").strip()
-    for path in complete[:-keep]:
-        if path.name != latest:
-            shutil.rmtree(path)
+    for name in complete[:-keep]:
+        if name != latest:
+            # Deleting takes many steps; a kill in between must not leave half a folder with a valid name.
+            (folder / name).rename(folder / f".{name}{DOOMED}")
+    for leftover in folder.glob(f".{PREFIX}*"):
+        shutil.rmtree(leftover)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -190,16 +190,21 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """The machine: device, threads of each rank (0: cores / ranks) and time limits."""
+    """The machine: device, threads of each rank (0: cores / ranks) and time limits.
+
+    `timeout_seconds` is for a collective of a step; `prepare_timeout_seconds` for a wait for work on files (reading the
+    text, saving and checking checkpoints), which takes as long as the disk does and says nothing about a peer.
+    """
 
     device: Literal["auto", "cpu"] = "auto"
     threads: int = 0
     timeout_seconds: float = 120.0
+    prepare_timeout_seconds: float = 1800.0
     grace_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         _require(self.threads >= 0, "runtime.threads", self.threads, "0 or a number of threads")
-        for name in ("timeout_seconds", "grace_seconds"):
+        for name in ("timeout_seconds", "prepare_timeout_seconds", "grace_seconds"):
             _require(getattr(self, name) > 0, f"runtime.{name}", getattr(self, name), "a positive number of seconds")
 
 

@@ -6,13 +6,14 @@
     checkpoint/       see fullshard.train.checkpoint
     summary.json      what was printed at the end
 
-A new run never writes into the folder of an old one: if `runs/NAME` is taken it becomes `runs/NAME-2`, and so on.
+A new run never writes into the folder of another one: if `runs/NAME` is taken it becomes `runs/NAME-2`, and so on.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,13 +54,18 @@ class RunFolder:
             )
             (self.path / CONFIG_FILE).write_text(to_toml(fresh), encoding="utf-8")
 
+    def discard(self) -> None:
+        """Give the name free again, if the run failed before there was anything to keep (a wrong path, say)."""
+        if not (self.resumes or (self.path / METRICS_FILE).exists() or self.checkpoints.exists()):
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Keep the summary beside the metrics."""
         (self.path / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def choose_folder(config: Config) -> RunFolder:
-    """The run folder: the newest one to resume from, or a new one."""
+    """The run folder: the newest one to resume from, or a new one, which is made here and so belongs to this run."""
     base = Path(config.run.folder)
     taken = _numbered(base, config.run.name)
     if config.checkpoint.resume != "no":
@@ -73,18 +79,28 @@ def choose_folder(config: Config) -> RunFolder:
                 f"{' or its numbered followers' if taken else ' (there is no such folder)'}. Check --run.folder and "
                 f"--run.name, or start without --resume (--checkpoint.resume auto starts fresh when there is none)."
             )
-    number = max(taken, default=0) + 1
-    return RunFolder(base / (config.run.name if number == 1 else f"{config.run.name}-{number}"), resumes=False)
+    return RunFolder(_make_folder(base, config.run.name, max(taken, default=0) + 1), resumes=False)
+
+
+def _make_folder(base: Path, name: str, number: int) -> Path:
+    """Make NAME-number, or the next one that nobody has."""
+    while True:
+        path = base / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)  # fails if it exists: of two runs that start at once, one gets it
+        except FileExistsError:
+            number += 1
+        else:
+            return path
 
 
 def _numbered(base: Path, name: str) -> dict[int, Path]:
-    """Folders NAME (1), NAME-2 (2), ... that hold a run."""
+    """Folders NAME (1), NAME-2 (2), ..."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = {}
     for path in base.iterdir() if base.is_dir() else ():
         match = pattern.fullmatch(path.name)
-        # A run that failed before its first step (a wrong path, say) does not use up its name.
-        if match and ((path / METRICS_FILE).exists() or (path / CHECKPOINT_FOLDER).exists()):
+        if match:
             found[int(match[1] or 1)] = path
     return found
 
@@ -97,7 +113,10 @@ class MetricsLog:
         self._path = path
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= first_step]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            # Aside and renamed: a kill in between must not lose what the run has measured.
+            aside = path.with_name(path.name + ".tmp")
+            aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            aside.replace(path)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from fullshard.train.config import Config
 from fullshard.train.errors import RankFailedError
 
 # Exit codes that a rank chooses on purpose; every other one is a failure (1).
-MEANINGFUL_CODES = (2, 4, 75, 128 + signal.SIGINT)
-SAVED_CODES = (75, 128 + signal.SIGINT)
+STOPPED_CODES = (75, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+MEANINGFUL_CODES = (2, 4, *STOPPED_CODES)
 _SHARED_ERRORS = ("TrainError", "ConfigError", "DataError", "CheckpointError", "DivergedError")
 _LOST_PEER_SIGNS = (
     "CommunicationError",
@@ -70,7 +70,7 @@ def _launch_config(config: Config) -> LaunchConfig:
 
 def _explain(error: ChildFailedError) -> int:
     rank, failure = min(error.failures.items(), key=_blame)
-    if failure.exitcode in SAVED_CODES:
+    if failure.exitcode in STOPPED_CODES:
         return failure.exitcode
     code = failure.exitcode if failure.exitcode in MEANINGFUL_CODES else 1
     raise RankFailedError(describe_failure(rank, failure), code) from None

@@ -15,7 +15,7 @@ from fullshard import clip_grad_norm_
 from fullshard.train.checkpoint import Progress, TrainState, save_checkpoint
 from fullshard.train.config import Config
 from fullshard.train.errors import DivergedError
-from fullshard.train.folder import MetricsLog, RunFolder
+from fullshard.train.folder import METRICS_FILE, MetricsLog, RunFolder
 from fullshard.train.loss import backward_window, evaluate, valid_tokens
 from fullshard.train.memory import StateBytes, memory_now, memory_peak, state_bytes
 from fullshard.train.optim import learning_rate, set_learning_rate
@@ -77,8 +77,7 @@ class Trainer:
         self.view = view
         self.stop = stop
         self.metrics: MetricsLog | None = None
-        if parts.world.rank == 0:
-            self.metrics = MetricsLog(parts.folder.path / "metrics.jsonl", progress.step)
+        parts.world.on_first(lambda: self._open_log(progress.step))
         self.first_step = self.step = progress.step
         self.position = progress.position
         self.saved_step = progress.step if parts.folder.resumes else -1
@@ -91,6 +90,7 @@ class Trainer:
         config = self.parts.config
         before = self.validate()
         ending: Ending = "finished"
+        self.stop.begin()
         while self.step < config.train.steps:
             stop = self.train_step()
             if stop:
@@ -186,6 +186,9 @@ class Trainer:
         )
         self.saved_step = self.step
         self.view.note(f"saved {path} in {time.perf_counter() - started:.1f} s")
+
+    def _open_log(self, first_step: int) -> None:
+        self.metrics = MetricsLog(self.parts.folder.path / METRICS_FILE, first_step)
 
     def _next_batches(self) -> tuple[list[Batch], int]:
         position = self.position

@@ -18,7 +18,7 @@ from fullshard.train.checkpoint import Progress, changed_settings, find_latest, 
 from fullshard.train.config import Config
 from fullshard.train.corpus import INDEX_FILE, build_corpus, open_corpus
 from fullshard.train.errors import CheckpointError
-from fullshard.train.folder import choose_folder
+from fullshard.train.folder import RunFolder, choose_folder
 from fullshard.train.generate import generate
 from fullshard.train.llama import build_llama
 from fullshard.train.optim import build_optimizer
@@ -69,6 +69,15 @@ def run_worker(config: Config, place: Place, output: Output) -> int:
 def prepare(config: Config, world: World, view: ProgressView) -> tuple[Parts, Progress]:
     """Run folder, corpus, sharded model, optimizer, and where to start."""
     folder = world.on_first(lambda: choose_folder(config))
+    try:
+        return _prepare_in(folder, config, world, view)
+    except BaseException:  # also Ctrl-C
+        if world.rank == 0:
+            folder.discard()
+        raise
+
+
+def _prepare_in(folder: RunFolder, config: Config, world: World, view: ProgressView) -> tuple[Parts, Progress]:
     world.on_first(lambda: folder.create(config))
     # A resumed run reads the text it began with, even when the files it came from have changed since.
     if not (folder.resumes and (folder.corpus / INDEX_FILE).exists()):

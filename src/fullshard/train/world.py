@@ -7,10 +7,12 @@ Everything about parameters and gradients is the engine's business; here are onl
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +44,7 @@ class World:
     place: Place
     device: torch.device
     mesh: DeviceMesh  # 1-D (shards), or 2-D (replicas x shards)
+    control: dist.ProcessGroup | None = None  # all ranks, with the time limit of file work; None: the default group
 
     @property
     def rank(self) -> int:
@@ -63,7 +66,8 @@ class World:
     def gather_values(self, value: T) -> list[T]:
         """What every rank passed, in rank order (any picklable value; the ranks trust each other)."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        # Not the default group: a rank may be busy with files for longer than a collective of a step may take.
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def on_first(self, action: Callable[[], T]) -> T:
@@ -76,17 +80,24 @@ class World:
         error: Exception | None = None
         try:
             result = action()
-        except (TrainError, OSError) as caught:
+        except Exception as caught:  # noqa: BLE001  whatever it is: a rank that left here would strand the others
             error = caught
-        results = self.gather_values((result, error if isinstance(error, TrainError) else _as_train_error(error)))
+        results = self.gather_values((result, error and _as_train_error(error)))
         for _, failure in results:
             if failure is not None:
-                raise failure
+                raise failure from error
         return [value for value, _ in results]  # type: ignore[misc]
 
 
-def _as_train_error(error: Exception | None) -> TrainError | None:
-    return None if error is None else TrainError(f"{type(error).__name__}: {error}")
+def _as_train_error(error: Exception) -> TrainError:
+    """The error as all ranks raise it; one that nobody expected says where it came from."""
+    if isinstance(error, TrainError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        return TrainError(text)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return TrainError(f"{text} ({Path(frame.filename).name}, line {frame.lineno})")
 
 
 @contextmanager
@@ -103,7 +114,10 @@ def joined(config: Config, place: Place) -> Iterator[World]:
     else:
         dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
     try:
-        yield World(place, device, _mesh(device, mesh_shape))
+        # Gloo on every device: it waits in the kernel, sees a peer that died at once, and needs no accelerator.
+        limit = timedelta(seconds=config.runtime.prepare_timeout_seconds)
+        control = dist.new_group(backend="gloo", timeout=limit)
+        yield World(place, device, _mesh(device, mesh_shape), control)
     finally:
         dist.destroy_process_group()
 
