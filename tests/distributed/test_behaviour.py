@@ -10,6 +10,7 @@ import pytest
 import torch
 from reference import assert_at_rest, full
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cluster import Cluster
@@ -766,3 +767,89 @@ def check_freed(rank: int) -> None:
 
 def test_model_is_freed_without_the_garbage_collector(cluster: Cluster) -> None:
     cluster.run(check_freed)
+
+
+def check_submodule_first(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = Stack(2)
+    torch.manual_seed(0)
+    model = Stack(2)
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    (model.blocks[0](batch(rank)).sum() + model(batch(rank, 1)).sum()).backward()
+    losses = [reference.blocks[0](batch(r)).sum() + reference(batch(r, 1)).sum() for r in range(2)]
+    torch.stack(losses).mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+    assert_at_rest(model)
+
+
+def test_submodule_that_runs_before_its_root(cluster: Cluster) -> None:
+    """It has an engine of its own until the root starts; the graph made with it stays valid."""
+    cluster.run(check_submodule_first)
+
+
+def check_gradient_hooks(rank: int) -> None:
+    model = make_stack()
+    seen = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    for _ in range(2):
+        model(batch(rank)).sum().backward()
+    assert seen == [True] * 16
+
+
+def test_post_accumulate_hooks_of_sharded_parameters(cluster: Cluster) -> None:
+    cluster.run(check_gradient_hooks)
+
+
+def check_hidden_output(rank: int) -> None:
+    class Hidden(nn.Linear):
+        def forward(self, x: torch.Tensor) -> object:
+            return {"set of tensors is not looked into": {super().forward(x)}}
+
+    model = fully_shard(Hidden(8, 8))
+    with pytest.warns(UserWarning, match="without a tensor in a tuple, list, dict or dataclass"):
+        model(batch(rank))
+    with torch.no_grad():
+        model(batch(rank))
+
+
+def test_output_whose_tensors_cannot_be_found(cluster: Cluster) -> None:
+    cluster.run(check_hidden_output)
+
+
+def check_limits(rank: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    model(batch(rank))
+    links = model.__dict__["_fullshard"].unit.links
+    return [links.shard.limit.total_seconds(), links.replicate.limit.total_seconds()]
+
+
+def test_time_limit_of_the_job_holds_for_the_groups_of_a_mesh(cluster: Cluster) -> None:
+    """torch makes the groups of a mesh with half an hour."""
+    assert cluster.run(check_limits, world_size=4, group_timeout=7.0) == [[7.0, 7.0]] * 4
+
+
+class WithNothing(nn.Linear):
+    """Uses a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+def check_no_elements(rank: int) -> None:
+    model = fully_shard(WithNothing())
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert full(model.bias.grad).tolist() == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameter_without_elements(cluster: Cluster, world_size: int) -> None:
+    cluster.run(check_no_elements, world_size=world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -192,12 +193,14 @@ class GradientFlow:
         self._touched = True
         self._added |= any(parameter.grad is not None for parameter in self.sharded)
         existing = self.flat()
-        if existing is not None and done.plan == self.plan():
+        existing = existing if done.plan == self.plan() else None
+        if existing is not None:
             existing.add_(flat)
-            return
         for region in (*done.plan.small, *done.plan.large):
             if used[region.index]:
-                self._bind_one(region, flat)
+                if existing is None:
+                    self._bind_one(region, flat)
+                _run_gradient_hooks(self.sharded[region.index])
 
     def begin_backward(self) -> None:
         """A backward begins: what it does to gradients can be told from what was there."""
@@ -289,7 +292,7 @@ class GradientFlow:
         bucket = self.buffers.shard.new_zeros(self.buffers.layout.size, width, dtype=self.sum_dtype)
         for region in plan.small:
             gradient = taken[region.index]
-            if gradient is None:
+            if gradient is None or not gradient.numel():
                 continue
             target = bucket.narrow(1, region.shard_offset, region.chunk_numel)
             if region.replicated:
@@ -306,6 +309,13 @@ class GradientFlow:
         else:
             counts.copy_(bucket.new_tensor([0.0 if g is None else 1.0 for g in taken]).expand_as(counts))
         return bucket
+
+
+def _run_gradient_hooks(parameter: torch.nn.Parameter) -> None:
+    """Call what the user registered by `register_post_accumulate_grad_hook` on a sharded parameter."""
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    for hook in tuple((hooks or {}).values()):
+        hook(parameter)
 
 
 def warn_dropped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -42,7 +43,7 @@ class UnitHooks:
         self._ran: set[int] = set()  # modules of the group that have run in this round
         self._pending = 0  # calls in this round whose backward is not over
         for module in modules:
-            # First of all pre-hooks, so that those of the user see full parameters; last of all hooks likewise.
+            # First of all pre-hooks, so that those of the user see full parameters.
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
             module.register_state_dict_pre_hook(self.pre_state_dict)
@@ -115,12 +116,18 @@ class UnitHooks:
 
     def _watch_outputs(self, output: Any) -> bool:
         """Hear of the first gradient of an output. Returns whether there can be one."""
-        found = False
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self.pre_backward)
-                found = True
-        return found
+        tensors = list(tensors_in(output))
+        if not tensors and self._unit.trainable:
+            warnings.warn(
+                f"unit {self._unit.name or '(root)'!r} returned {type(output).__name__} without a tensor in a tuple, "
+                "list, dict or dataclass: its backward cannot be seen, so its parameters get no gradient. Return the "
+                "tensors, or run it under torch.no_grad()",
+                stacklevel=2,
+            )
+        with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in with_gradient:
+            tensor.register_hook(self.pre_backward)
+        return bool(with_gradient)
 
     def _others_to_run(self, module: nn.Module) -> bool:
         """Whether modules of the same group have not run since the group was last complete."""

@@ -155,8 +155,12 @@ class FlatBuffers:
     def build(self, pool: BufferPool, compute_dtype: torch.dtype) -> None:
         """Make the full parameters and every view that a gather needs, once; the buffer stays empty.
 
+        Another engine that takes the unit over finds them made: graphs of the first one hold this storage.
+
         Not under inference mode: its tensors could not take part in autograd later.
         """
+        if self.full:
+            return
         self._dtype = compute_dtype
         self._storage = torch.UntypedStorage(0, device=self.shard.device)
         with torch.inference_mode(False), torch.no_grad():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ def _map_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any,
     kind: Any = type(value)
     if kind is dict:
         return mapped
+    if isinstance(value, MutableMapping):
+        copied = copy.copy(value)
+        for key, item in mapped.items():
+            copied[key] = item
+        return copied
     if dataclasses.is_dataclass(kind):
         # Mappings that are dataclasses too (model outputs of some libraries) are built from their fields.
         return kind(**mapped)  # type: ignore[operator]
@@ -59,9 +65,9 @@ def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
         return value
     if all(field.init for field in dataclasses.fields(value)):
         return dataclasses.replace(value, **changes)
-    copied = object.__new__(type(value))
-    copied.__dict__.update(value.__dict__)
-    copied.__dict__.update(changes)
+    copied = copy.copy(value)
+    for name, item in changes.items():
+        object.__setattr__(copied, name, item)  # frozen or not
     return copied
 
 

@@ -126,6 +126,8 @@ class Unit:
         """Make flat shards, and full buffers, of what the sharded parameters hold now; the unit is at rest."""
         self.flows = reflatten(self.members, self.place, self.precision)
         self.register_sharded()
+        if any(flow.buffers.shard.is_meta for flow in self.flows):
+            self._links, self._engine = None, None  # the next forward finds no engine, and says what is missing
         if self._links is not None:
             self.start(self.name, self.index, self._links)
             if self.engine is not None:

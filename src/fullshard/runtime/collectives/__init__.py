@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from fullshard.core.grouping import first_difference
 from fullshard.errors import RanksDisagreeError
-from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, Transport
+from fullshard.runtime.collectives.base import (
+    Call,
+    GatherItem,
+    Pending,
+    ReduceItem,
+    Transport,
+    time_limit,
+    translate,
+)
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
 from fullshard.runtime.device import BufferPool, Streams
@@ -69,4 +77,12 @@ def check_agreement(description: list[str], group: dist.ProcessGroup) -> None:
 def sum_scalars(values: torch.Tensor, group: dist.ProcessGroup, largest: bool = False) -> None:
     """Replace a small tensor by its sum (or maximum) over `group`, and wait for it."""
     if group.size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        limit = time_limit(group._get_backend(values.device))
+        work = dist.all_reduce(values, op=op, group=group, async_op=True)
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)}"
+            call = Call("sum of norms", "(all)", 0)
+            raise translate(error, call, where, limit.total_seconds()) from error

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from fullshard.errors import CommunicationError, PeerLostError, PeerTimeoutError
 
@@ -95,9 +96,20 @@ class Transport(Protocol):
 
 
 def time_limit(backend: Any) -> timedelta:
-    """Time limit of waits on a process group's backend: the one its group was made with."""
+    """Time limit of waits on a group's backend: its own or the default group's, whichever is shorter.
+
+    The groups of a mesh are made with torch's default of half an hour, whatever the user gave `init_process_group`.
+    """
+    limits = [_own_limit(backend)]
+    if dist.is_initialized():
+        default = dist.group.WORLD
+        limits += [_own_limit(default._get_backend(device)) for device in default._device_types] if default else []
+    return min((limit for limit in limits if limit is not None), default=timedelta(minutes=10))
+
+
+def _own_limit(backend: Any) -> timedelta | None:
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
-    return limit if isinstance(limit, timedelta) else timedelta(minutes=10)
+    return limit if isinstance(limit, timedelta) else None
 
 
 def rank_chunks(tensor: torch.Tensor, chunk_numel: int, numel: int, size: int) -> list[torch.Tensor]:
