@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check dev bench clean
 
 demo: $(RUN_STAMP)
 	$(BIN)/fullshard train examples/demo.toml
@@ -22,6 +22,8 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+dev: $(DEV_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/step_time.py --workload a,b
