@@ -20,13 +20,14 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fullshard.train.checkpoint import _prune, _publish, find_latest
+from fullshard.train.checkpoint import MANIFEST_FILE, _prune, _publish, find_latest
 from fullshard.train.config import CheckpointConfig, Config, OptimConfig, RunConfig
 from fullshard.train.errors import CheckpointError, RankFailedError
 from fullshard.train.folder import MetricsLog, RunFolder, _make_folder, choose_folder
 from fullshard.train.launch import _explain
 from fullshard.train.optim import build_optimizer, learning_rate
 from fullshard.train.progress import LiveProgress, PlainProgress, StepReport, format_bytes, format_seconds
+from fullshard.train.settings import to_dict
 from fullshard.train.stop import EarlyStopError, listening
 
 
@@ -105,6 +106,22 @@ def test_resume_takes_the_run_that_saved_last(tmp_path: Path) -> None:
     make_run(tmp_path / "a-3")
     chosen = choose_folder(run_config(tmp_path, "yes"))
     assert (chosen.path.name, chosen.resumes) == ("a-2", True)
+
+
+def test_resume_passes_over_an_experiment_with_another_model(tmp_path: Path) -> None:
+    """The experiment saved last, but it is not what the settings describe."""
+    config = run_config(tmp_path, "yes")
+    other = replace(config, model=replace(config.model, hidden_size=2 * config.model.hidden_size))
+    for number, (name, settings) in enumerate((("a", config), ("a-2", other))):
+        make_run(tmp_path / name, saved=True)
+        step = tmp_path / name / "checkpoint" / "step-1"
+        step.mkdir()
+        (step / MANIFEST_FILE).write_text(json.dumps({"config": to_dict(settings)}))
+        os.utime(tmp_path / name / "checkpoint" / "latest", ns=(number, number))
+    assert choose_folder(config).path.name == "a"
+    assert choose_folder(other).path.name == "a-2"
+    third = replace(config, train=replace(config.train, seed=config.train.seed + 1))
+    assert choose_folder(third).path.name == "a-2"  # none fits: the newest, whose loading says what differs
 
 
 def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
         else:
             warnings.append(f"ignored {path}: it is not a complete checkpoint (saving or deleting was interrupted).")
     latest = folder / LATEST_FILE
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
     if named in complete:
         return complete[named], warnings
     if named and complete:
@@ -129,7 +129,7 @@ def read_manifest(folder: Path, state: TrainState) -> dict[str, Any]:
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}). Resume from another checkpoint.") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: expected a checkpoint of format {FORMAT!r}, found something else.")
@@ -139,6 +139,18 @@ def read_manifest(folder: Path, state: TrainState) -> dict[str, Any]:
     _check_form(path, manifest)
     _check_fits(path, manifest, state)
     return manifest
+
+
+def belongs_to(folder: Path, config: Config) -> bool:
+    """Whether the newest checkpoint in a folder is of a run with this model, data and seed, as far as can be read."""
+    newest, _ = find_latest(folder)
+    if newest is None:
+        return False
+    try:
+        saved = json.loads((newest / MANIFEST_FILE).read_text(encoding="utf-8"))["config"]
+        return not changed_settings(saved, config)[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True  # damaged: loading it says how
 
 
 def rank_file(rank: int) -> str:
@@ -231,8 +243,11 @@ def _local_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def _write_rank(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    save_file(tensors, path)
-    _fsync(path)
+    try:
+        save_file(tensors, path)
+        _fsync(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot write {path}: {error}. Free space or name another --run.folder.") from None
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from fullshard.train.checkpoint import CHECKPOINT_FOLDER, LATEST_FILE
+from fullshard.train.checkpoint import CHECKPOINT_FOLDER, LATEST_FILE, belongs_to
 from fullshard.train.config import Config
 from fullshard.train.errors import CheckpointError
 from fullshard.train.settings import to_toml
@@ -70,8 +70,10 @@ def choose_folder(config: Config) -> RunFolder:
     taken = _numbered(base, config.run.name)
     if config.checkpoint.resume != "no":
         saved = [path for path in taken.values() if (path / CHECKPOINT_FOLDER / LATEST_FILE).exists()]
-        if saved:
-            newest = max(saved, key=lambda path: (path / CHECKPOINT_FOLDER / LATEST_FILE).stat().st_mtime_ns)
+        # Of runs of one name, one with other settings (an experiment in between) is not what is to go on.
+        fitting = [path for path in saved if belongs_to(path / CHECKPOINT_FOLDER, config)] or saved
+        if fitting:
+            newest = max(fitting, key=lambda path: (path / CHECKPOINT_FOLDER / LATEST_FILE).stat().st_mtime_ns)
             return RunFolder(newest, resumes=True)
         if config.checkpoint.resume == "yes":
             raise CheckpointError(
