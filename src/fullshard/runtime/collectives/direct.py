@@ -8,6 +8,7 @@ that are the same bit for bit in every run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,15 @@ from fullshard.runtime.device import BufferPool
 # Messages of one command are told apart by the low bits of the tag.
 ITEM_BITS = 10
 _ALIGN_BYTES = 64
+
+
+@dataclass(slots=True)
+class Message:
+    """One parameter's rows to and from every peer; entry r is for rank r, this rank's own is left out."""
+
+    label: str
+    outgoing: list[torch.Tensor]
+    incoming: list[torch.Tensor | None]
 
 
 class Exchange:
@@ -35,26 +45,39 @@ class Exchange:
         self._call = call
         self._receives: list[tuple[int, str, Any]] = []  # (peer, label, work), in the order of waiting
         self._sends: list[tuple[int, str, Any]] = []
-        self._next_item = 0
 
-    def add(self, label: str, outgoing: list[torch.Tensor], incoming: list[torch.Tensor | None]) -> None:
-        """Start one message to and from every peer; entry r is for rank r, this rank's own is left out."""
-        tag = (self._call.tag << ITEM_BITS) | (self._next_item & ((1 << ITEM_BITS) - 1))
-        self._next_item += 1
-        transport = self._transport
+    def start(self, messages: list[Message]) -> None:
+        """Start every message to and from every peer.
+
+        All receives come first: a peer that finds its message expected sends it at once, from the thread that computes,
+        without a round trip through both ranks' network threads, which wait for a core while all of them compute.
+        """
         try:
-            # Peers differ per rank, so that not everybody talks to rank 0 first.
-            for step in range(1, transport.size):
-                source = (transport.rank - step) % transport.size
-                target = incoming[source]
-                if target is not None and target.numel():
-                    self._receives.append((source, label, transport.backend.recv([target], source, tag)))
-            for step in range(1, transport.size):
-                peer = (transport.rank + step) % transport.size
-                if outgoing[peer].numel():
-                    self._sends.append((peer, label, transport.backend.send([outgoing[peer]], peer, tag)))
+            for number, message in enumerate(messages):
+                self._post(number, message)
+            for number, message in enumerate(messages):
+                self._send(number, message)
         except RuntimeError as error:
-            raise self._failure(error, peer=None, label=label) from error
+            raise self._failure(error, peer=None, label=messages[0].label) from error
+
+    def _post(self, number: int, message: Message) -> None:
+        transport, tag = self._transport, self._tag(number)
+        for step in range(1, transport.size):
+            peer = (transport.rank - step) % transport.size
+            target = message.incoming[peer]
+            if target is not None and target.numel():
+                self._receives.append((peer, message.label, transport.backend.recv([target], peer, tag)))
+
+    def _send(self, number: int, message: Message) -> None:
+        transport, tag = self._transport, self._tag(number)
+        for step in range(1, transport.size):
+            # Peers differ per rank, so that not everybody talks to rank 0 first.
+            peer = (transport.rank + step) % transport.size
+            if message.outgoing[peer].numel():
+                self._sends.append((peer, message.label, transport.backend.send([message.outgoing[peer]], peer, tag)))
+
+    def _tag(self, number: int) -> int:
+        return (self._call.tag << ITEM_BITS) | (number & ((1 << ITEM_BITS) - 1))
 
     def receive(self, count: int) -> None:
         """Wait for the next `count` receives."""
@@ -182,9 +205,11 @@ class Direct:
     def gather(self, items: list[GatherItem], call: Call) -> Pending:
         """See `Transport.gather`."""
         exchange = Exchange(self, call)
+        messages = []
         for item in items:
             chunks = item.chunks(self.size)
-            exchange.add(item.label, [chunks[self.rank]] * self.size, list(chunks))
+            messages.append(Message(item.label, [chunks[self.rank]] * self.size, list(chunks)))
+        exchange.start(messages)
         return _Gathering(exchange)
 
     def reduce(self, items: list[ReduceItem], call: Call) -> Pending:
@@ -196,13 +221,15 @@ class Direct:
         if sum(needed):
             self._pool.fill(staging, sum(needed))
         offset_bytes = 0
+        messages = []
         for item, item_bytes in zip(items, needed, strict=True):
             ranges = rank_chunks(item.source, item.chunk_numel, item.source.numel(), self.size)
             incoming = self._incoming(item, staging, offset_bytes)
             offset_bytes += item_bytes
-            exchange.add(item.label, ranges, incoming)
+            messages.append(Message(item.label, ranges, incoming))
             parts = [ranges[r] if part is None else part for r, part in enumerate(incoming)]
             sums.append((item.out, parts))
+        exchange.start(messages)
         return _Reducing(exchange, sums, lambda: self._pool.drain(staging) if staging.nbytes() else None)
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
