@@ -1,5 +1,5 @@
 """`python -m fullshard`."""
 
-from fullshard.cli import main
+from fullshard.cli import run
 
-raise SystemExit(main())
+run()

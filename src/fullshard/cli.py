@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -34,6 +35,18 @@ from fullshard.train.world import Place
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 Override = tuple[str, str]
+
+
+def run() -> NoReturn:
+    """The command `fullshard`."""
+    code = main()
+    if code:
+        # Network threads of a process group that failed may abort the interpreter while it shuts down, and so replace
+        # the exit code, and hide the message, by their own. All that matters is written: leave without them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
