@@ -387,7 +387,7 @@ def test_work_of_the_first_rank_may_take_longer_than_a_collective(cluster: Clust
 
 def run_example(rank: int, path: Path) -> float:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "init_process_group", lambda: None)  # the pool has made the group
+        patch.setattr(dist, "init_process_group", lambda _backend: None)  # the pool has made the group
         patch.setattr(dist, "destroy_process_group", lambda: None)
         return float(runpy.run_path(str(path))["loss"].detach())
 

@@ -308,6 +308,7 @@ def mark_unfilled(parameters: list[nn.Parameter]) -> None:
             local = local_of(parameter)
             if not local.is_meta and local.is_floating_point():
                 local.fill_(torch.nan)
+                REGISTRY.marked.add(id(parameter))
 
 
 def _unit(module: Any) -> Unit:

@@ -217,7 +217,8 @@ def _unfilled(unit: Unit) -> list[str]:
     names = []
     for member in unit.members:
         local = local_of(member.sharded)
-        if local.numel() and local.is_floating_point() and not local.is_meta and bool(local.isnan().all()):
+        marked = id(member.sharded) in REGISTRY.marked
+        if marked and local.numel() and not local.is_meta and bool(local.isnan().all()):
             names.append(member.spec.name)
     return names
 

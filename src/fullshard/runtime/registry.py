@@ -25,12 +25,14 @@ class Registry:
         replaced: Full parameter that `fully_shard` took out of a module -> (unit, parameter name).
         owners: Identity of a sharded parameter -> its unit. By number, not by weak reference: torch refuses to convert
             (move, cast) a parameter that is weakly referenced. The unit keeps the parameter, so the number stays its.
+        marked: Identities of sharded parameters that were materialized from meta and filled with NaN to tell them.
         unfilled: Buffer that was materialized from meta -> its version at that moment.
     """
 
     def __init__(self) -> None:
         self.replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.owners: dict[int, weakref.ref[Unit]] = {}
+        self.marked: set[int] = set()
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -54,6 +56,7 @@ class Registry:
             weakref.finalize(unit, self._forget, numbers, reference)
 
     def _forget(self, numbers: list[int], reference: weakref.ref[Unit]) -> None:
+        self.marked.difference_update(numbers)
         for number in numbers:
             if self.owners.get(number) is reference:
                 del self.owners[number]
