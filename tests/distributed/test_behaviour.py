@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cluster import Cluster
-from fullshard import FSDPModule, clip_grad_norm_, fully_shard
+from fullshard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from fullshard.core.lifecycle import Op
 from fullshard.runtime.engine import Engine
 
@@ -853,3 +860,55 @@ def check_no_elements(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameter_without_elements(cluster: Cluster, world_size: int) -> None:
     cluster.run(check_no_elements, world_size=world_size)
+
+
+class Encoder(nn.Module):
+    """Has another way in than `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x) * 2
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("bad batch")
+        return self.linear(x).tanh()
+
+
+def check_other_method(rank: int) -> None:
+    torch.manual_seed(0)
+    reference = Encoder()
+    torch.manual_seed(0)
+    model = fully_shard(Encoder())
+    with pytest.raises(ValueError, match="has no method 'decode'"):
+        register_fsdp_forward_method(model, "decode")
+    register_fsdp_forward_method(model, "encode")
+    with pytest.raises(ValueError, match="bad batch"):
+        model.encode(torch.full((1, 8), torch.nan))
+    assert_at_rest(model)
+    model.encode(batch(rank)).sum().backward()
+    model(batch(rank, 1)).sum().backward()  # forward calls it, so the two nest
+    for step, call in enumerate((reference.encode, reference)):
+        torch.stack([call(batch(r, step)).sum() for r in range(2)]).mean().backward()
+    assert_at_rest(model)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+def test_other_methods_than_forward(cluster: Cluster) -> None:
+    """B90."""
+    cluster.run(check_other_method)
+
+
+def check_offload_policies(rank: int) -> None:
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):  # on a CPU mesh shards are in host memory anyway
+        model = fully_shard(nn.Linear(8, 8), offload_policy=policy)
+        model(batch(rank)).sum().backward()
+        assert model.weight.grad is not None
+
+
+def test_offload_policies_on_cpu(cluster: Cluster) -> None:
+    cluster.run(check_offload_policies)
