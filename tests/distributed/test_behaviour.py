@@ -1,17 +1,15 @@
-"""What the engine promises beside numbers: states, memory, exceptions, order, user settings."""
+"""What a user sees and sets: evaluation, settings, state dicts, parameters and their gradients."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from itertools import pairwise
 
 import pytest
 import torch
 from reference import assert_at_rest, full
+from stack import Stack, batch, engine_of, make_stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from cluster import Cluster
 from fullshard import (
@@ -20,320 +18,7 @@ from fullshard import (
     OffloadPolicy,
     clip_grad_norm_,
     fully_shard,
-    register_fsdp_forward_method,
 )
-from fullshard.core.lifecycle import Op
-from fullshard.runtime.engine import Engine
-
-
-class Stack(nn.Module):
-    """Blocks whose order, and failures, a test chooses."""
-
-    def __init__(self, count: int = 4, width: int = 8) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-        self.order = list(range(count))
-        self.fail_at: int | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in self.order:
-            if i == self.fail_at:
-                raise ValueError(f"bad batch in block {i}")
-            x = self.blocks[i](x).relu()
-        return x
-
-
-class Explosive(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(_ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(_ctx: object, _gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("bad backward")
-
-
-def make_stack(count: int = 4, width: int = 8, **options: object) -> Stack:
-    torch.manual_seed(0)
-    model = Stack(count, width)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def engine_of(model: nn.Module) -> Engine:
-    engine: Engine = model.__dict__["_fullshard"].unit.engine
-    return engine
-
-
-def batch(rank: int, step: int = 0, width: int = 8) -> torch.Tensor:
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-# B41, B42: exceptions
-
-
-def check_retry_after_forward(rank: int) -> None:
-    model, reference = make_stack(), make_stack()
-    for _ in range(2):
-        model(batch(rank)).sum().backward()
-        reference(batch(rank)).sum().backward()
-    for fail_at in (0, 2, 3):
-        model.fail_at = fail_at
-        with pytest.raises(ValueError, match=f"bad batch in block {fail_at}"):
-            model(batch(rank))
-        assert_at_rest(model)
-        model.fail_at = None
-        model(batch(rank, 1)).sum().backward()
-        reference(batch(rank, 1)).sum().backward()
-        assert_at_rest(model)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(full(ours.grad), full(theirs.grad))
-
-
-def test_retry_after_exception_in_forward_needs_no_call(cluster: Cluster) -> None:
-    """B41: earlier gradients stay, the failed forward leaves nothing behind."""
-    cluster.run(check_retry_after_forward)
-
-
-def check_retry_after_backward(rank: int) -> None:
-    model, reference = make_stack(), make_stack()
-    for where in range(4):
-        handle = model.blocks[where].register_forward_hook(lambda _m, _a, output: Explosive.apply(output))
-        loss = model(batch(rank)).sum()
-        with pytest.raises(ValueError, match="bad backward"):
-            loss.backward()
-        handle.remove()
-        assert list(model.state_dict()) == list(reference.state_dict())  # B42: resets first, hides nothing
-        model(batch(rank)).sum().backward()
-        reference(batch(rank)).sum().backward()
-        assert_at_rest(model)
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(full(ours.grad), full(theirs.grad)), where
-        model.zero_grad()
-        reference.zero_grad()
-
-
-def test_retry_after_exception_in_backward_needs_no_call(cluster: Cluster) -> None:
-    """B41, B42."""
-    cluster.run(check_retry_after_backward)
-
-
-def check_failed_accumulation(rank: int) -> None:
-    model = make_stack()
-    model(batch(rank)).sum().backward()
-    handle = model.blocks[0].register_forward_hook(lambda _m, _a, output: Explosive.apply(output))
-    loss = model(batch(rank)).sum()
-    with pytest.raises(ValueError, match="bad backward"):
-        loss.backward()
-    handle.remove()
-    with pytest.warns(UserWarning, match="all gradients were dropped"):
-        model(batch(rank))
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_gradients_that_cannot_be_restored_are_dropped_aloud(cluster: Cluster) -> None:
-    cluster.run(check_failed_accumulation)
-
-
-# B31, B32: several graphs
-
-
-def check_two_graphs(rank: int) -> None:
-    results = []
-    for order in ("first", "second", "sum", "twice"):
-        model = make_stack()
-        a, b = model(batch(rank, 0)).sum(), model(batch(rank, 1)).sum()
-        if order == "first":
-            a.backward()
-            b.backward()
-        elif order == "second":
-            b.backward()
-            a.backward()
-        elif order == "sum":
-            (a + b).backward()
-        else:
-            a.backward(retain_graph=True)
-            b.backward()
-            model.zero_grad()
-            a.backward()
-            b2 = model(batch(rank, 1)).sum()
-            b2.backward()
-        assert_at_rest(model)
-        results.append([full(parameter.grad) for parameter in model.parameters()])
-    for other in results[1:]:
-        for got, want in zip(other, results[0], strict=True):
-            torch.testing.assert_close(got, want)
-
-
-def test_two_forwards_then_two_backwards_in_any_order(cluster: Cluster) -> None:
-    """B31, B32."""
-    cluster.run(check_two_graphs)
-
-
-# The order of units (B43)
-
-
-def check_changing_order(rank: int) -> None:
-    model = make_stack()
-    reference = Stack()
-    torch.manual_seed(0)
-    reference.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step, order in enumerate([[0, 1, 2, 3], [3, 2, 1, 0], [1, 3], [2], [0, 0, 3, 1], [0, 1, 2, 3]]):
-        model.order = reference.order = order
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(batch(rank, step)).sum().backward()
-        torch.stack([reference(batch(r, step)).sum() for r in range(2)]).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_at_rest(model)
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(ours.detach()), theirs.detach())
-
-
-def test_prefetch_is_only_a_hint(cluster: Cluster) -> None:
-    """B43: another order, skipped and repeated blocks in each step cost speed only."""
-    cluster.run(check_changing_order)
-
-
-def check_prefetch(rank: int) -> None:
-    model = make_stack()
-    for _ in range(2):
-        engine = engine_of(model)
-        if engine is not None:
-            engine.log.clear()
-        model(batch(rank)).sum().backward()
-    log = [str(command) for command in engine_of(model).log]
-    for block in (2, 3, 4):  # in forward, each gather is issued before the wait for the block before it is over
-        assert log.index(f"GATHER {block}") < log.index(f"FREE {block - 1}")
-    backward = log[log.index("STASH 4") :]
-    assert "GATHER 4" not in backward  # the last block of forward is still there
-    for block in (3, 2, 1):
-        assert backward.index(f"GATHER {block}") < backward.index(f"FREE {block + 1}")
-    assert log == [str(command) for command in _explicit(rank)]
-
-
-def _explicit(rank: int) -> list[object]:
-    model = make_stack()
-    blocks = list(model.blocks)
-    model.set_modules_to_forward_prefetch([blocks[0]])
-    for first, second in pairwise(blocks):
-        first.set_modules_to_forward_prefetch([second])
-        second.set_modules_to_backward_prefetch([first])
-    model(batch(rank)).sum().backward()
-    engine_of(model).log.clear()
-    model(batch(rank)).sum().backward()
-    return list(engine_of(model).log)
-
-
-def test_prefetch_follows_the_recorded_order(cluster: Cluster) -> None:
-    """And the same order given as explicit lists, before the first forward, gives the same commands."""
-    cluster.run(check_prefetch)
-
-
-# Memory
-
-
-def check_peak(rank: int, count: int) -> tuple[int, int]:
-    model = make_stack(count, width=64)
-    for step in range(2):
-        model(batch(rank, step, 64)).sum().backward()
-        model.zero_grad()
-    engine = engine_of(model)
-    assert engine is not None
-    engine.pool.reset_peak()
-    model(batch(rank, 3, 64)).sum().backward()
-    unit = model.blocks[0].__dict__["_fullshard"].unit
-    return engine.pool.peak_bytes, unit.full_bytes
-
-
-def test_full_buffers_are_bounded_whatever_the_depth(cluster: Cluster) -> None:
-    """At most the unit in use, the prefetched one, and what peers sent of one unit's gradients."""
-    for count in (4, 12):
-        for peak_bytes, unit_bytes in cluster.run(check_peak, count):
-            assert peak_bytes <= 2 * unit_bytes + unit_bytes // 2 + 4096
-
-
-def check_frozen(rank: int) -> None:
-    """B19: a frozen unit is freed right after its backward."""
-    model = make_stack(8)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    most = 0
-
-    def count(_module: nn.Module, _gi: object, _go: object) -> None:
-        nonlocal most
-        most = max(most, sum(state.in_use for state in engine_of(model).scheduler.states[1:]))
-
-    for block in model.blocks:
-        block.register_full_backward_hook(count)
-    x = batch(rank).requires_grad_()
-    model(x).sum().backward()
-    assert x.grad is not None
-    assert 1 <= most <= 2
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not [c for c in engine_of(model).log if c.op in (Op.REDUCE, Op.HOLD)]
-
-
-def test_frozen_units_are_freed_in_backward_and_not_reduced(cluster: Cluster) -> None:
-    """B17, B19."""
-    cluster.run(check_frozen)
-
-
-def check_freeze_and_unfreeze(rank: int) -> None:
-    torch.manual_seed(0)
-    reference = Stack()
-    model = make_stack()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step in range(6):
-        for m in (model, reference):
-            m.blocks[1].requires_grad_(step // 2 == 1)
-            m.blocks[2].weight.requires_grad_(step // 2 != 1)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(batch(rank, step)).sum().backward()
-        torch.stack([reference(batch(r, step)).sum() for r in range(2)]).mean().backward()
-        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None), (step, name)
-        for optimizer in optimizers:
-            optimizer.step()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(ours.detach()), theirs.detach())
-
-
-def test_flags_are_read_every_forward(cluster: Cluster) -> None:
-    """B20."""
-    cluster.run(check_freeze_and_unfreeze)
-
-
-def check_ranks_use_different_parameters(rank: int) -> None:
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.ones(4, 4))
-            self.b = nn.Parameter(torch.ones(400, 100))
-            self.c = nn.Parameter(torch.ones(4, 4))
-
-        def forward(self, use_a: bool) -> torch.Tensor:
-            return (self.a.sum() if use_a else self.b.sum() * 3).reshape(1)
-
-    model = fully_shard(Either())
-    for _ in range(2):
-        model.zero_grad()
-        model(rank == 0).backward()
-        assert full(model.a.grad).unique().tolist() == [0.5]
-        assert full(model.b.grad).unique().tolist() == [1.5]
-        assert model.c.grad is None
-
-
-def test_ranks_may_use_different_parameters_of_a_unit(cluster: Cluster) -> None:
-    """B25: zeros stand for what a rank did not use; what no rank used keeps its grad."""
-    cluster.run(check_ranks_use_different_parameters)
-
 
 # no_grad and inference
 
@@ -438,36 +123,6 @@ def test_settings_of_a_sharded_module(cluster: Cluster) -> None:
     cluster.run(check_settings)
 
 
-def check_checkpointing(rank: int) -> None:
-    class Checkpointed(Stack):
-        reentrant = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-            return x
-
-    results = []
-    for reentrant in (False, True):
-        torch.manual_seed(0)
-        model = Checkpointed()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        model.reentrant = reentrant
-        for _ in range(2):
-            model.zero_grad()
-            model(batch(rank).requires_grad_()).sum().backward()
-            assert_at_rest(model)
-        results.append([full(parameter.grad) for parameter in model.parameters()])
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
-
-
-def test_both_kinds_of_activation_checkpointing(cluster: Cluster) -> None:
-    cluster.run(check_checkpointing)
-
-
 def check_state_dict(rank: int) -> None:
     model = make_stack()
     keys = list(Stack().state_dict())
@@ -533,53 +188,6 @@ def test_in_place_edits_of_shards_are_seen_at_the_next_forward(cluster: Cluster)
     cluster.run(check_edit_by_hand)
 
 
-class Recursive(nn.Module):
-    """Calls itself a few times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-        x = self.linear(x).tanh()
-        return self(x, depth - 1) * 2 if depth else x
-
-
-def check_recursion(rank: int) -> None:
-    torch.manual_seed(0)
-    reference = nn.Sequential(Recursive())
-    torch.manual_seed(0)
-    model = nn.Sequential(Recursive())
-    fully_shard(model[0])
-    fully_shard(model)
-    for step in range(2):
-        model(batch(rank, step)).sum().backward()
-        torch.stack([reference(batch(r, step)).sum() for r in range(2)]).mean().backward()
-        assert_at_rest(model)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(ours.grad), theirs.grad)
-
-
-def test_module_that_calls_itself(cluster: Cluster) -> None:
-    cluster.run(check_recursion)
-
-
-def check_failure_after_unfinished_backward(rank: int) -> None:
-    model, reference = make_stack(), make_stack()
-    model.set_is_last_backward(False)
-    for m in (model, reference):
-        m(batch(rank)).sum().backward()
-    model.fail_at = 1
-    with pytest.raises(ValueError, match="bad batch"):
-        model(batch(rank))
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(full(ours.grad), full(theirs.grad))
-
-
-def test_failed_forward_keeps_gradients_that_are_still_on_the_wire(cluster: Cluster) -> None:
-    cluster.run(check_failure_after_unfinished_backward)
-
-
 # What the user sees of parameters, and puts in their place
 
 
@@ -639,31 +247,6 @@ def check_one_rank_looks(rank: int) -> None:
 def test_what_one_rank_does_alone_changes_no_commands(cluster: Cluster) -> None:
     """A state dict, or an optimizer of another model, on one rank."""
     cluster.run(check_one_rank_looks, group_timeout=5.0)
-
-
-def check_interrupt(rank: int) -> None:
-    model, untouched = make_stack(), make_stack()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, untouched)]
-
-    def interrupt(_module: nn.Module, _args: object) -> None:
-        raise KeyboardInterrupt
-
-    for step in range(3):
-        handle = model.blocks[step].register_forward_pre_hook(interrupt)
-        with contextlib.suppress(KeyboardInterrupt):
-            model(batch(rank, step))
-        handle.remove()
-        for m, optimizer in zip((model, untouched), optimizers, strict=True):
-            optimizer.zero_grad()
-            m(batch(rank, step)).sum().backward()
-            optimizer.step()
-            assert_at_rest(m)
-    for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(full(ours.detach()), full(theirs.detach()))
-
-
-def test_keyboard_interrupt_in_forward_leaves_nothing_stale(cluster: Cluster) -> None:
-    cluster.run(check_interrupt)
 
 
 def check_assign(rank: int, how: str) -> None:
@@ -726,44 +309,6 @@ def test_parameters_converted_or_replaced_below_the_sharded_module(cluster: Clus
     cluster.run(check_conversion_below)
 
 
-def check_group(rank: int) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard([model[0], model[2]])
-    fully_shard(model)
-    for _ in range(2):
-        model(batch(rank).requires_grad_()).sum().backward()
-    log = [str(command) for command in engine_of(model).log]
-    assert log.count("REDUCE 1") == 2  # once a step, for both modules
-    assert log.count("GATHER 1") <= 4
-    assert_at_rest(model)
-
-
-def test_group_of_modules_is_reduced_once(cluster: Cluster) -> None:
-    cluster.run(check_group)
-
-
-def check_segment(rank: int, reentrant: bool) -> None:
-    class Segmented(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(super().forward, x, use_reentrant=reentrant)
-
-    model = Segmented(8, 64)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    for _ in range(2):
-        engine = engine_of(model)
-        if engine is not None:
-            engine.pool.reset_peak()
-        model(batch(rank, width=64).requires_grad_()).sum().backward()
-    assert engine.pool.peak_bytes <= 3 * engine.units[1].full_bytes
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_segment_is_not_full_all_at_once(cluster: Cluster, reentrant: bool) -> None:
-    cluster.run(check_segment, reentrant)
-
-
 def check_freed(rank: int) -> None:
     model = make_stack()
     model(batch(rank)).sum().backward()
@@ -774,26 +319,6 @@ def check_freed(rank: int) -> None:
 
 def test_model_is_freed_without_the_garbage_collector(cluster: Cluster) -> None:
     cluster.run(check_freed)
-
-
-def check_submodule_first(rank: int) -> None:
-    torch.manual_seed(0)
-    reference = Stack(2)
-    torch.manual_seed(0)
-    model = Stack(2)
-    fully_shard(model.blocks[0])
-    fully_shard(model)
-    (model.blocks[0](batch(rank)).sum() + model(batch(rank, 1)).sum()).backward()
-    losses = [reference.blocks[0](batch(r)).sum() + reference(batch(r, 1)).sum() for r in range(2)]
-    torch.stack(losses).mean().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(ours.grad), theirs.grad)
-    assert_at_rest(model)
-
-
-def test_submodule_that_runs_before_its_root(cluster: Cluster) -> None:
-    """It has an engine of its own until the root starts; the graph made with it stays valid."""
-    cluster.run(check_submodule_first)
 
 
 def check_gradient_hooks(rank: int) -> None:
@@ -810,22 +335,6 @@ def test_post_accumulate_hooks_of_sharded_parameters(cluster: Cluster) -> None:
     cluster.run(check_gradient_hooks)
 
 
-def check_hidden_output(rank: int) -> None:
-    class Hidden(nn.Linear):
-        def forward(self, x: torch.Tensor) -> object:
-            return {"set of tensors is not looked into": {super().forward(x)}}
-
-    model = fully_shard(Hidden(8, 8))
-    with pytest.warns(UserWarning, match="without a tensor in a tuple, list, dict or dataclass"):
-        model(batch(rank))
-    with torch.no_grad():
-        model(batch(rank))
-
-
-def test_output_whose_tensors_cannot_be_found(cluster: Cluster) -> None:
-    cluster.run(check_hidden_output)
-
-
 def check_limits(rank: int) -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2))
     model = fully_shard(nn.Linear(8, 8), mesh=mesh)
@@ -837,70 +346,6 @@ def check_limits(rank: int) -> list[float]:
 def test_time_limit_of_the_job_holds_for_the_groups_of_a_mesh(cluster: Cluster) -> None:
     """torch makes the groups of a mesh with half an hour."""
     assert cluster.run(check_limits, world_size=4, group_timeout=7.0) == [[7.0, 7.0]] * 4
-
-
-class WithNothing(nn.Linear):
-    """Uses a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 3)
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.nothing.sum()
-
-
-def check_no_elements(rank: int) -> None:
-    model = fully_shard(WithNothing())
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-    assert full(model.bias.grad).tolist() == [4.0, 4.0, 4.0]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameter_without_elements(cluster: Cluster, world_size: int) -> None:
-    cluster.run(check_no_elements, world_size=world_size)
-
-
-class Encoder(nn.Module):
-    """Has another way in than `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encode(x) * 2
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        if x.isnan().any():
-            raise ValueError("bad batch")
-        return self.linear(x).tanh()
-
-
-def check_other_method(rank: int) -> None:
-    torch.manual_seed(0)
-    reference = Encoder()
-    torch.manual_seed(0)
-    model = fully_shard(Encoder())
-    with pytest.raises(ValueError, match="has no method 'decode'"):
-        register_fsdp_forward_method(model, "decode")
-    register_fsdp_forward_method(model, "encode")
-    with pytest.raises(ValueError, match="bad batch"):
-        model.encode(torch.full((1, 8), torch.nan))
-    assert_at_rest(model)
-    model.encode(batch(rank)).sum().backward()
-    model(batch(rank, 1)).sum().backward()  # forward calls it, so the two nest
-    for step, call in enumerate((reference.encode, reference)):
-        torch.stack([call(batch(r, step)).sum() for r in range(2)]).mean().backward()
-    assert_at_rest(model)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(ours.grad), theirs.grad)
-
-
-def test_other_methods_than_forward(cluster: Cluster) -> None:
-    """B90."""
-    cluster.run(check_other_method)
 
 
 def check_offload_policies(rank: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import full
-from test_behaviour import Stack, batch, make_stack
+from stack import Stack, batch, make_stack
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
