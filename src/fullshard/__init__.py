@@ -9,9 +9,10 @@ Shard each block, then the root, then make the optimizer:
     >>> optimizer = torch.optim.AdamW(model.parameters())
 """
 
-from fullshard.runtime.api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from fullshard.runtime.api import fully_shard, register_fsdp_forward_method
 from fullshard.runtime.clip import clip_grad_norm_
 from fullshard.runtime.init import materialize
+from fullshard.runtime.module import FSDPModule, UnshardHandle
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __version__ = "0.1.0"

@@ -1,0 +1,230 @@
+"""`FSDPModule`: what a sharded module can do beside what its own class does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fullshard.core.policy import AfterForward
+from fullshard.core.schedule import Event, EventKind
+from fullshard.errors import MisuseError
+from fullshard.runtime.build import find_engine
+from fullshard.runtime.dtensors import local_of
+from fullshard.runtime.engine import Engine
+from fullshard.runtime.hooks import UnitHooks
+from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.unit import Unit
+
+# Where a sharded module carries its `Handle`.
+HANDLE = "_fullshard"
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What a sharded module carries: its unit, its hooks, and where it was sharded."""
+
+    unit: Unit
+    hooks: UnitHooks
+    site: str
+
+
+@functools.cache
+def sharded_class(original: Any) -> type[nn.Module]:
+    """The subclass of `original` and `FSDPModule` that sharded modules get."""
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
+
+
+class UnshardHandle:
+    """Waits for an `unshard(async_op=True)`."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self._engine = engine
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the full parameters and register them. Forward waits by itself."""
+        self._engine.on(Event(EventKind.SETTLE, self._unit.index))
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module. Never constructed by itself."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the original class: a sharded container builds parts of itself by its own class."""
+        original: Any = cls.__mro__[2]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    # Parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's unit and register its full parameters. Not recursive.
+
+        Args:
+            async_op: Only start; the handle's `wait`, or the module's forward, waits.
+
+        Returns:
+            The handle if `async_op` is set.
+        """
+        unit, engine = self._unit_and_engine()
+        engine.before_forward()
+        engine.on(Event(EventKind.UNSHARD, unit.index))
+        handle = UnshardHandle(engine, unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's full parameters and register the sharded ones. Not recursive.
+
+        Raises:
+            MisuseError: Its forward or backward is running.
+        """
+        unit = unit_of(self)
+        engine = unit.engine
+        if engine is not None:
+            engine.recover()
+            engine.on(Event(EventKind.RESHARD, unit.index))
+
+    def reset_iter_state(self) -> None:
+        """Bring every unit back to sharded now. A step after an exception does so by itself."""
+        engine = unit_of(self).engine
+        if engine is not None:
+            engine.abort()
+
+    # Settings
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False accumulates full gradients without communication (`no_sync`); a later True reduces their sum."""
+        self._change(recurse, sync_gradients=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False keeps gradients reduced over the shard axis only (HSDP); a later True adds replicas up."""
+        self._change(recurse, sync_replicas=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """True frees full parameters after forward, False keeps them for backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
+        self._change(recurse, after_forward=AfterForward.FREE if reshard_after_forward else AfterForward.KEEP)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps full parameters after backward: the next microbatch needs no gather.
+
+        They must be resharded before parameters change; `optimizer.step()` of a torch optimizer sees to that.
+        """
+        self._change(recurse, keep_after_backward=not reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False if backward does not read this unit's parameters, as for an embedding."""
+        self._change(False, unshard_in_backward=unshard_in_backward)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False lets reductions go on after this backward; the next one, or True, waits for them."""
+        _, engine = self._unit_and_engine()
+        engine.is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by `factor` in place of the number of data-parallel ranks."""
+        if not factor > 0:
+            raise ValueError(f"the gradient divide factor must be positive, got {factor}")
+        self._change(False, divide_factor=float(factor))
+
+    def set_reduce_scatter_max_input_buffers(
+        self,
+        max_input_buffers: int,
+        *,
+        recurse: bool = True,  # noqa: ARG002 - of torch's signature; the limit belongs to the whole engine
+    ) -> None:
+        """How many units' gradients may be on the wire at once, in the whole engine; more overlap, more memory."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        _, engine = self._unit_and_engine()
+        engine.set_schedule(reduces_in_flight=max_input_buffers)
+
+    def set_prefetch_bytes(self, prefetch_bytes: int | None) -> None:
+        """Bytes of full parameters that may be gathered ahead of use; None: one unit, 0: none."""
+        _, engine = self._unit_and_engine()
+        engine.set_schedule(prefetch_bytes=prefetch_bytes)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one enters forward, in place of the recorded order."""
+        self._set_prefetch("forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one enters backward, in place of the recorded order."""
+        self._set_prefetch("backward_prefetch", modules)
+
+    # Inside
+
+    def _unit_and_engine(self) -> tuple[Unit, Engine]:
+        """The unit, and its engine, made now with this module as root if there is none yet."""
+        unit = unit_of(self)
+        engine = unit.engine
+        return unit, engine or find_engine(cast(nn.Module, self), unit, attribute=HANDLE)
+
+    def _set_prefetch(self, field: str, modules: list[FSDPModule]) -> None:
+        for module in modules:
+            if not isinstance(module, FSDPModule):
+                raise TypeError(f"only sharded modules can be prefetched, got {type(module).__name__}")
+        unit = unit_of(self)
+        unit.prefetch[field] = [unit_of(module) for module in modules]
+        if unit.engine is not None:
+            unit.engine.resolve_prefetch(unit)
+
+    def _change(self, recurse: bool, **changes: Any) -> None:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                unit = unit_of(module)
+                unit.policy = replace(unit.policy, **changes)
+                if unit.engine is not None:
+                    unit.engine.set_unit_policy(unit, unit.policy)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move, cast or materialize: on the sharded parameters, whose flat shards are then made anew."""
+        unit = unit_of(self)
+        self.reshard()
+        names = [name for name, buffer in cast(nn.Module, self).named_buffers() if buffer.is_meta]
+        meta = [member.sharded for member in unit.members if member.sharded.is_meta]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        unit.reflatten()
+        note_unfilled(dict(cast(nn.Module, self).named_buffers()), names)
+        mark_unfilled(meta)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise MisuseError(
+            "a sharded module cannot be deep-copied yet: copy the model before fully_shard, or build a second one and "
+            "load this one's state dict"
+        )
+
+
+def note_unfilled(buffers: dict[str, torch.Tensor], names: list[str]) -> None:
+    """Buffers of these names were on the meta device: remember those that have memory now, but no values."""
+    for name in names:
+        if not buffers[name].is_meta:
+            REGISTRY.unfilled[buffers[name]] = buffers[name]._version
+
+
+def mark_unfilled(parameters: list[nn.Parameter]) -> None:
+    """Parameters that were on the meta device and have memory now: NaN tells them from initialized ones."""
+    with torch.no_grad():
+        for parameter in parameters:
+            local = local_of(parameter)
+            if not local.is_meta and local.is_floating_point():
+                local.fill_(torch.nan)
+                REGISTRY.marked.add(id(parameter))
+
+
+def unit_of(module: Any) -> Unit:
+    """The unit of a sharded module."""
+    unit: Unit = module.__dict__[HANDLE].unit
+    return unit
