@@ -590,17 +590,17 @@ SCHEDULE = [
 
 SETTINGS_AND_NUMBERS = [
     Mutation(
-        "reshard_after_forward=1 is accepted",
+        "a negative reshard_after_forward is accepted",
         "policy",
-        "if not 1 < reshard_after_forward < shard_size",
-        "if not 1 <= reshard_after_forward < shard_size",
-        "test_reshard_after_forward_takes_exactly_the_true_divisors",
+        "if not 1 <= reshard_after_forward <= shard_size",
+        "if reshard_after_forward == 0 or not reshard_after_forward <= shard_size",
+        "test_reshard_after_forward_takes_exactly_the_divisors",
     ),
     Mutation(
-        "the size itself is offered as a divisor",
+        "the size itself is not offered as a divisor",
         "policy",
-        "for n in range(2, shard_size) if",
-        "for n in range(2, shard_size + 1) if",
+        "for n in range(1, shard_size + 1) if",
+        "for n in range(1, shard_size) if",
         "test_bad_settings_are_refused_with_what_to_do",
     ),
     Mutation(

@@ -20,7 +20,7 @@ def after_forward(reshard_after_forward: bool | int | None, shard_size: int) -> 
 
     Raises:
         TypeError: It is neither a bool, an int nor None.
-        ValueError: It is an int that is not a divisor of `shard_size` other than 1 and itself.
+        ValueError: It is an int that is not a divisor of `shard_size`.
     """
     if reshard_after_forward is None:
         return AfterForward.AUTO
@@ -30,14 +30,15 @@ def after_forward(reshard_after_forward: bool | int | None, shard_size: int) -> 
         raise TypeError(
             f"reshard_after_forward must be a bool, an int or None, got {type(reshard_after_forward).__name__}"
         )
-    if not 1 < reshard_after_forward < shard_size or shard_size % reshard_after_forward:
-        divisors = [n for n in range(2, shard_size) if shard_size % n == 0]
+    if not 1 <= reshard_after_forward <= shard_size or shard_size % reshard_after_forward:
+        divisors = [n for n in range(1, shard_size + 1) if shard_size % n == 0]
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} must be a divisor of the shard axis size "
-            f"{shard_size} other than 1 and {shard_size} (use False for 1, True for {shard_size}); "
-            f"possible here: {divisors or 'none'}"
+            f"reshard_after_forward={reshard_after_forward} must be a divisor of the shard axis size {shard_size}: "
+            f"one of {divisors} (1 means False, {shard_size} means True)"
         )
-    return AfterForward.SHRINK
+    # The two ends of the scale: groups of one rank hold everything, one group of all ranks is the shard itself.
+    ends = {shard_size: AfterForward.FREE, 1: AfterForward.KEEP}
+    return ends.get(reshard_after_forward, AfterForward.SHRINK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         mesh: 1-D mesh of the ranks to shard over, or 2-D mesh (replicate x shard) for HSDP. Default: all ranks.
         reshard_after_forward: True frees the full parameters after forward; False keeps them for backward; None is
             False for the root while a backward follows and True otherwise; an int n keeps a shard over groups of n
-            consecutive ranks, so that the gather of backward stays within them.
+            consecutive ranks, so that the gather of backward stays within them (1 is False, all ranks is True).
         shard_placement_fn: For each parameter the `Shard(dim)` to use, or None for dim 0.
         mp_policy: Dtypes to compute, reduce and return in.
         offload_policy: Where shards live.

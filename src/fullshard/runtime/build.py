@@ -30,11 +30,7 @@ def make_place(mesh: DeviceMesh | None, transport: str, reshard_after_forward: b
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
     if mesh is None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "fully_shard needs a process group: call torch.distributed.init_process_group first "
-                "(torchrun sets what it needs), or pass a mesh"
-            )
+        _ensure_process_group()
         mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     _check_mesh(mesh)
     replicas = mesh.size(0) if mesh.ndim == 2 else 1
@@ -45,6 +41,19 @@ def make_place(mesh: DeviceMesh | None, transport: str, reshard_after_forward: b
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return Place(mesh, world, device, transport, _secondary_group(mesh, reshard_after_forward))
+
+
+def _ensure_process_group() -> None:
+    """Under torchrun a script need not make the default group itself."""
+    if dist.is_initialized():
+        return
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        raise ValueError(
+            "fully_shard needs a process group: start the script with torchrun, call "
+            f"torch.distributed.init_process_group first, or pass a mesh ({error})"
+        ) from error
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -64,7 +73,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 def _secondary_group(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
     """Group of n consecutive ranks of the shard axis for `reshard_after_forward=n`."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+    if after_forward(reshard_after_forward, mesh.size(-1)) is not AfterForward.SHRINK:
         return None
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, reshard_after_forward)).get_group(1)
 
