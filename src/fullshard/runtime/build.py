@@ -73,7 +73,8 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 def _secondary_group(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
     """Group of n consecutive ranks of the shard axis for `reshard_after_forward=n`."""
-    if after_forward(reshard_after_forward, mesh.size(-1)) is not AfterForward.SHRINK:
+    after = after_forward(reshard_after_forward, mesh.size(-1))
+    if reshard_after_forward is None or after is not AfterForward.SHRINK:
         return None
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, reshard_after_forward)).get_group(1)
 
