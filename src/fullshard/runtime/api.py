@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from torch.distributed.tensor import Shard
 from fullshard.core.policy import after_forward
 from fullshard.errors import AlreadyShardedError
 from fullshard.runtime.build import build_unit, find_engine, make_place
+from fullshard.runtime.copying import ModuleMethod
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks
 from fullshard.runtime.module import HANDLE, FSDPModule, Handle, sharded_class
 from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -116,13 +116,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
     original = getattr(type(module), method_name)
-    reference = weakref.ref(module)
 
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        target = reference()
-        assert target is not None
+    def gathered(target: Any, *args: Any, **kwargs: Any) -> Any:
         hooks: UnitHooks = target.__dict__[HANDLE].hooks
         return hooks.run(target, functools.partial(original, target), args, kwargs)
 
-    module.__dict__[method_name] = method
+    module.__dict__[method_name] = ModuleMethod(module, gathered, original)

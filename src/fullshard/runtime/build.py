@@ -162,16 +162,17 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
             changes.update(other.engine.schedule_changes)
             _take_over(other)
         other.reflatten()
+    handles = [handle for part in module.modules() if (handle := part.__dict__.get(attribute)) is not None]
+    for handle in handles:
+        changes = {**handle.hooks.schedule_changes, **changes}
     _check_same_everywhere(units, names)
     _check_initialized(module, units)
     engine = Engine(units, names)
     engine.set_schedule(**changes)
     for each in units:
         each.engine = engine
-    for part in module.modules():
-        handle = part.__dict__.get(attribute)
-        if handle is not None:
-            handle.hooks.engine = engine
+    for handle in handles:
+        handle.hooks.engine = engine
     return engine
 
 

@@ -21,7 +21,18 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     inside._local_tensor = local
 
 
-def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor with the mesh, placements and global shape of `parameter` around `local`."""
+def sharded_like(parameter: torch.Tensor, local: torch.Tensor, nothing: torch.Tensor | None = None) -> torch.Tensor:
+    """A DTensor with the mesh, placements and global shape of `parameter` around `local`.
+
+    Args:
+        parameter: Whose place on the mesh it shall have.
+        local: This rank's part.
+        nothing: Empty tensor of the dtype and device of `local`, to be given if `local` is a view at an offset. A
+            DTensor shows the offset of the local tensor that it is made around, but no memory; torch's `copy.deepcopy`
+            takes it for a tensor with memory then, and fails. Made around nothing, it shows no offset.
+    """
     inside: Any = parameter
-    return DTensor(local, inside._spec, requires_grad=False)
+    made = DTensor(local if nothing is None else nothing, inside._spec, requires_grad=False)
+    if nothing is not None:
+        set_local(made, local)
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class GradientFlow:
         self._sum: _Sum | None = None
         self._partial: _Sum | None = None  # sum over the shard axis that replicas have not been added to
         self._plan = _plan(buffers.layout, buffers.world.rank, tuple(p.requires_grad for p in sharded))
+        self._nothing = buffers.shard.new_empty(0)
         self._locals = [local_of(parameter) for parameter in sharded]
         self._gathered_versions: list[int] = []
         self._touched = False  # this backward has bound gradients
@@ -121,6 +122,14 @@ class GradientFlow:
     def has_full(self) -> bool:
         """Whether full gradients wait to be reduced."""
         return bool(self._held) or any(full.grad is not None for full in self.buffers.full)
+
+    def copy_held(self, other: GradientFlow) -> None:
+        """Copy what `other`, a flow of the parameters that ours are copies of, accumulated without communication."""
+        partial = other._partial
+        if partial is not None:
+            self._partial = replace(partial, flat=partial.flat.clone())
+        self._held = {i: gradient.clone() for i, gradient in other._held.items()}
+        self._holding = other._holding
 
     def hold(self) -> None:
         """Keep full gradients without communication, in the dtype of the sum so that additions lose nothing."""
@@ -249,7 +258,7 @@ class GradientFlow:
         parameter = self.sharded[region.index]
         local = self.buffers.local(region, flat)
         if parameter.grad is None:
-            parameter.grad = sharded_like(parameter, local)
+            parameter.grad = sharded_like(parameter, local, self._nothing)
         else:
             local_of(parameter.grad).add_(local)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.core.lifecycle import State
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import StaleOptimizerError
+from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.tree import map_tensors, tensors_in
@@ -39,6 +42,7 @@ class UnitHooks:
         self._unit = unit
         self._find_engine = find_engine
         self.engine: Engine | None = None
+        self.schedule_changes: dict[str, Any] = {}  # for the engine to come: what the user set on that of the original
         self._group_size = len(modules)
         self._ran: set[int] = set()  # modules of the group that have run in this round
         self._pending = 0  # calls in this round whose backward is not over
@@ -47,8 +51,19 @@ class UnitHooks:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
             module.register_state_dict_pre_hook(self.pre_state_dict)
+            module.register_state_dict_post_hook(partial(self.post_state_dict))
             module.register_load_state_dict_pre_hook(self.pre_load)
             module.register_load_state_dict_post_hook(self.post_load)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
+        """Hooks of the copied unit; the copied modules' dicts of hooks come to refer to them."""
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made._unit = copy.deepcopy(self._unit, memo)
+        if self.engine is not None:
+            made.schedule_changes = dict(self.engine.schedule_changes)
+        made.engine, made._ran, made._pending = None, set(), 0
+        return made
 
     # Forward
 
@@ -177,6 +192,14 @@ class UnitHooks:
         if self.engine is not None:
             self.engine.recover()
         self._show_sharded()
+
+    def post_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """The values of a state dict can be copied by `copy.deepcopy`, to be loaded again later."""
+        for name, value in state.items():
+            # Parameters have no offset, see `sharded_like`; but the detached ones that torch puts in here do.
+            if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
+                local = local_of(value)
+                state[name] = sharded_like(value, local, local.new_empty(0))
 
     def pre_load(self, module: nn.Module, *_: Any) -> None:
         """Values are loaded into sharded parameters."""

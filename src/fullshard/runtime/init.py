@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.runtime.copying import ModuleMethod
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.storage import rows_first
 from fullshard.runtime.unit import Unit
@@ -89,16 +89,13 @@ def wrap_reset_parameters(module: nn.Module) -> None:
     original = getattr(module, "reset_parameters", None)
     if original is None:
         return
-    reference = weakref.ref(module)
 
-    def reset_parameters(*args: Any, **kwargs: Any) -> Any:
-        target = reference()
-        assert target is not None
+    def reset_parameters(target: Any, *args: Any, **kwargs: Any) -> Any:
         del target.__dict__["reset_parameters"]
         with full_parameters_of(target):
-            return type(target).reset_parameters(target, *args, **kwargs)  # type: ignore[attr-defined]
+            return type(target).reset_parameters(target, *args, **kwargs)
 
-    module.__dict__["reset_parameters"] = reset_parameters
+    module.__dict__["reset_parameters"] = ModuleMethod(module, reset_parameters, original)
 
 
 def materialize(

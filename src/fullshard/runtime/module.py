@@ -14,6 +14,7 @@ from fullshard.core.policy import AfterForward
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.build import find_engine
+from fullshard.runtime.copying import deepcopy_module
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.hooks import UnitHooks
@@ -201,9 +202,26 @@ class FSDPModule:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An independent sharded module with the same values, gradients and settings, on the same ranks.
+
+        It gets an engine of its own at its first forward, where all ranks must take part.
+        """
+        parts = [part for part in cast(nn.Module, self).modules() if isinstance(part, FSDPModule)]
+        made = deepcopy_module(cast(nn.Module, self), [unit_of(part) for part in parts], memo)
+        unit_of(made).module_ids.add(id(made))
+        return made
+
+    def __copy__(self) -> Any:
+        """A second object with the same parameters, hooks and unit, as of any module."""
+        made: Any = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise MisuseError(
-            "a sharded module cannot be deep-copied yet: copy the model before fully_shard, or build a second one and "
-            "load this one's state dict"
+            f"a sharded {type(self).__mro__[2].__name__} cannot be pickled, nor saved whole by torch.save: its shards "
+            "belong to the process groups of this run. Save its state_dict(): by torch.distributed.checkpoint.save, "
+            "which writes every rank's part, or on one rank after value.full_tensor() of each value on all ranks"
         )
 
 

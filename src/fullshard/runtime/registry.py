@@ -55,6 +55,12 @@ class Registry:
         if numbers:
             weakref.finalize(unit, self._forget, numbers, reference)
 
+    def note_copied(self, made: Unit, original: Unit) -> None:
+        """`made` is a copy of `original`: it owns its parameters, and those without values are without values there."""
+        self.note_replaced(made, made.members)
+        pairs = zip(original.members, made.members, strict=True)
+        self.marked.update(id(new.sharded) for old, new in pairs if id(old.sharded) in self.marked)
+
     def _forget(self, numbers: list[int], reference: weakref.ref[Unit]) -> None:
         self.marked.difference_update(numbers)
         for number in numbers:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +59,11 @@ class Member:
     spec: ParamSpec
     slots: list[Slot]
     sharded: nn.Parameter
+
+    def copy(self, memo: dict[int, Any]) -> Member:
+        """The same for copied modules: the dicts of their parameters are copied with them, or here before them."""
+        slots = [Slot(copy.deepcopy(slot.registry, memo), slot.name) for slot in self.slots]
+        return Member(self.spec, slots, copy.deepcopy(self.sharded, memo))
 
 
 def shard_parameters(
@@ -165,7 +172,7 @@ def _sharded_parameter(buffers: FlatBuffers, region: Region, place: Place, like:
     spec = buffers.specs[region.index]
     with torch.no_grad():
         dtensor = DTensor.from_local(
-            buffers.local(region),
+            buffers.shard.new_empty(0),  # see `sharded_like`
             place.mesh,
             _placements(spec, place),
             run_check=False,
@@ -173,6 +180,7 @@ def _sharded_parameter(buffers: FlatBuffers, region: Region, place: Place, like:
             stride=_contiguous_stride(spec.shape),
         )
     parameter = nn.Parameter(dtensor, requires_grad=like.requires_grad)
+    set_local(parameter, buffers.local(region))
     # What the user wrote on the parameter (a learning-rate scale, a name) stays with it.
     parameter.__dict__.update(like.__dict__)
     return parameter

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -74,6 +75,25 @@ class Unit:
         self._reducing: list[Pending] = []
         self._shows_full = False  # the modules hold full parameters now
         self.register_sharded()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """An independent unit on the same ranks, at rest and without an engine; its modules are copies, too.
+
+        `memo` must know the copy of every parameter, full or sharded, see `copying.copy_parameters`.
+        """
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made.name, made.index, made._links, made._engine = "", -1, None, None
+        made._swaps, made._gathering, made._reducing, made.module_ids = [], [], [], set()
+        made.members = [member.copy(memo) for member in self.members]
+        made.flows = reflatten(made.members, self.place, self.precision)
+        for old, new in zip(self.flows, made.flows, strict=True):
+            new.copy_held(old)
+        made.policy = replace(self.policy, forward_prefetch=None, backward_prefetch=None)  # indices in an engine
+        made.prefetch = {}
+        made.register_sharded()
+        REGISTRY.note_copied(made, self)
+        return made
 
     def start(self, name: str, index: int, links: Links) -> None:
         """The engine starts: build full parameters. The unit is sharded and at rest."""
