@@ -14,6 +14,8 @@ from fullshard.runtime.clip import clip_grad_norm_
 from fullshard.runtime.init import materialize
 from fullshard.runtime.module import FSDPModule, UnshardHandle
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.runtime.summon import full_parameters, use_parameters
+from fullshard.runtime.whole import full_tensor
 
 __version__ = "0.1.0"
 
@@ -24,7 +26,10 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "clip_grad_norm_",
+    "full_parameters",
+    "full_tensor",
     "fully_shard",
     "materialize",
     "register_fsdp_forward_method",
+    "use_parameters",
 ]

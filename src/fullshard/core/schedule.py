@@ -49,8 +49,8 @@ class Event:
         unit: To which unit; -1 for events of the whole engine.
         will_backward: POST_FORWARD: the output requires gradients, so a backward is expected.
         more: POST_FORWARD: other modules of the same unit have not run yet in this step.
-        inside_backward: PRE_FORWARD, POST_FORWARD, FORWARD_FAILED: autograd is running (recomputation). ABORT: it is
-            a backward that failed.
+        inside_backward: PRE_FORWARD, POST_FORWARD, FORWARD_FAILED: autograd is running (recomputation), or the
+            parameters are used outside of a forward. ABORT: it is a backward that failed.
         reducible: POST_BACKWARD: the unit has parameters that require gradients.
         units: END_BACKWARD: units that hold full gradients which no POST_BACKWARD has reported.
         last: END_BACKWARD: wait for all reductions.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -18,12 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fullshard.core.lifecycle import State
 from fullshard.core.schedule import Event, EventKind
-from fullshard.errors import StaleOptimizerError
+from fullshard.errors import MisuseError, StaleOptimizerError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.tree import map_tensors, tensors_in
-from fullshard.runtime.unit import Unit
+from fullshard.runtime.unit import Shown, Unit
 
 # Makes (or finds) the engine of a module and its unit.
 FindEngine = Callable[[nn.Module, Unit], Engine]
@@ -46,6 +47,7 @@ class UnitHooks:
         self._group_size = len(modules)
         self._ran: set[int] = set()  # modules of the group that have run in this round
         self._pending = 0  # calls in this round whose backward is not over
+        REGISTRY.hooks[unit] = weakref.ref(self)
         for module in modules:
             # First of all pre-hooks, so that those of the user see full parameters.
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -63,16 +65,24 @@ class UnitHooks:
         if self.engine is not None:
             made.schedule_changes = dict(self.engine.schedule_changes)
         made.engine, made._ran, made._pending = None, set(), 0
+        REGISTRY.hooks[made._unit] = weakref.ref(made)
         return made
 
     # Forward
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather; cast inputs; arrange to hear of the end of backward."""
+        return self._enter(module, args, kwargs, outside=False)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any, outside: bool) -> tuple[Any, Any]:
+        """The unit's parameters are about to be used, by its forward or (`outside`) by something that is not in it."""
         unit = self._unit
+        if unit.shown is Shown.SUMMONED:
+            return args, kwargs  # they are there, in the dtype they are stored in
         self.engine = engine = self._find_engine(module, unit)
         engine.before_forward()
-        self._bury_dead_forward(module, engine)
+        if not outside:
+            self._bury_dead_forward(module, engine)
         if unit.index == 0:
             engine.before_root_forward()
         dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
@@ -81,7 +91,9 @@ class UnitHooks:
         state = engine.scheduler.states[unit.index]
         if state.has_full_buffer and not state.in_use and unit.is_stale:
             engine.on(Event(EventKind.RESHARD, unit.index))
-        engine.on(Event(EventKind.PRE_FORWARD, unit.index, inside_backward=_autograd_runs()))
+        # To the Scheduler a use outside the forward is what a recomputation is: no part of the order of units, and what
+        # comes next for the unit, its backward, is due.
+        engine.on(Event(EventKind.PRE_FORWARD, unit.index, inside_backward=outside or _autograd_runs()))
         # Not when recomputing, and not in a nested call of the same unit: its backward is over with the outermost one.
         if torch.is_grad_enabled() and not state.in_use:
             args, kwargs = self._watch_inputs(args, kwargs)
@@ -107,13 +119,18 @@ class UnitHooks:
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free; cast outputs; arrange to hear of the start of backward. Also called when the forward raised."""
+        return self._leave(module, output, outside=False)
+
+    def _leave(self, module: nn.Module, output: Any, outside: bool) -> Any:
         unit, engine = self._unit, self.engine
+        if unit.shown is Shown.SUMMONED:
+            return self._refuse_backward(output)
         if engine is None:
             return output
-        inside = _autograd_runs()
+        inside = outside or _autograd_runs()
         if output is None and sys.exc_info()[1] is not None:
             self._ran.clear()
-            engine.forward_failed(unit, inside)
+            engine.forward_failed(unit, _autograd_runs())
             return output
         if unit.precision.output_dtype is not None:
             output = map_tensors(partial(_cast, unit.precision.output_dtype), output)
@@ -123,11 +140,24 @@ class UnitHooks:
             EventKind.POST_FORWARD,
             unit.index,
             will_backward=will_backward,
-            more=self._others_to_run(module),
+            more=not outside and self._others_to_run(module),
             inside_backward=inside,
         )
         engine.on(event)
         return output
+
+    def _refuse_backward(self, output: Any) -> Any:
+        """The parameters of this forward are the user's for a while: gradients would go to them and be lost."""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._summoned_backward)
+        return output
+
+    def _summoned_backward(self, gradient: torch.Tensor) -> None:
+        raise MisuseError(
+            f"backward of a forward of unit {self._unit.name or '(root)'!r} that ran inside summon_full_params: its "
+            "gradients would be lost. Run forward and backward outside of the context"
+        )
 
     def _watch_outputs(self, output: Any) -> bool:
         """Hear of the first gradient of an output. Returns whether there can be one."""
@@ -162,6 +192,16 @@ class UnitHooks:
             self.post_forward(module, args, None)
             raise
         return self.post_forward(module, args, output)
+
+    def use(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function that uses the unit's parameters outside of its forward."""
+        args, kwargs = self._enter(module, args, kwargs, outside=True)
+        try:
+            output = function(*args, **kwargs)
+        except Exception:
+            self._leave(module, None, outside=True)
+            raise
+        return self._leave(module, output, outside=True)
 
     # Backward
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
+    from fullshard.runtime.hooks import UnitHooks
     from fullshard.runtime.shards import Member
     from fullshard.runtime.unit import Unit
 
@@ -26,6 +27,7 @@ class Registry:
         owners: Identity of a sharded parameter -> its unit. By number, not by weak reference: torch refuses to convert
             (move, cast) a parameter that is weakly referenced. The unit keeps the parameter, so the number stays its.
         marked: Identities of sharded parameters that were materialized from meta and filled with NaN to tell them.
+        hooks: Unit -> its hooks, for what is asked of a module that is not itself sharded.
         unfilled: Buffer that was materialized from meta -> its version at that moment.
     """
 
@@ -34,6 +36,7 @@ class Registry:
         self.owners: dict[int, weakref.ref[Unit]] = {}
         self.marked: set[int] = set()
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:

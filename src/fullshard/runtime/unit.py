@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from fullshard.core.policy import UnitPolicy
 from fullshard.core.scaling import divide_factors
-from fullshard.runtime.collectives import Call, Pending, Transport
+from fullshard.runtime.collectives import Call, Pending, Transport, command_tag
 from fullshard.runtime.describe import Found
 from fullshard.runtime.device import BufferPool
 from fullshard.runtime.policy import MixedPrecisionPolicy
@@ -24,10 +24,17 @@ from fullshard.runtime.shards import Member, Place, adopt_registered, reflatten,
 if TYPE_CHECKING:
     from fullshard.runtime.engine import Engine
 
-# Numbers of the collectives of one unit and dtype, in the low bits of a tag. An all-reduce takes two.
+# Numbers of the collectives of one unit and dtype, in the low bits of a tag. An all-reduce takes two; `whole.py`
+# has the next.
 _GATHER, _REDUCE, _ALL_REDUCE = 0, 1, 2
-_OP_BITS = 3
-_NAME_BITS = 18
+
+
+class Shown(Enum):
+    """Which parameters a unit's modules hold."""
+
+    SHARDED = "sharded"
+    FULL = "full, for a computation"
+    SUMMONED = "full, outside of the engine's buffers, for the user"
 
 
 @dataclass(slots=True)
@@ -73,7 +80,7 @@ class Unit:
         self._links: Links | None = None
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
-        self._shows_full = False  # the modules hold full parameters now
+        self.shown = Shown.SHARDED
         self.register_sharded()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -91,6 +98,7 @@ class Unit:
             new.copy_held(old)
         made.policy = replace(self.policy, forward_prefetch=None, backward_prefetch=None)  # indices in an engine
         made.prefetch = {}
+        made.shown = Shown.SHARDED
         made.register_sharded()
         REGISTRY.note_copied(made, self)
         return made
@@ -133,6 +141,8 @@ class Unit:
         Raises:
             ValueError: A parameter was replaced by something that is not this rank's part of it.
         """
+        if self.shown is Shown.SUMMONED:
+            return  # the modules hold the user's full parameters; nothing can be told from them
         if self.adopt() or not all(flow.is_intact() for flow in self.flows):
             self.rebuild()
 
@@ -159,7 +169,7 @@ class Unit:
         if not all(flow.is_intact() for flow in self.flows):
             return True
         # While full ones are registered nothing can be told from the modules.
-        return not self._shows_full and any(registry[name] is not own for registry, name, own, _ in self._swaps)
+        return self.shown is Shown.SHARDED and any(registry[name] is not own for registry, name, own, _ in self._swaps)
 
     @property
     def links(self) -> Links:
@@ -320,22 +330,22 @@ class Unit:
         return divide_factors(self.place.world.data_parallel_size, small, self.policy.divide_factor)
 
     def _call(self, op: str, code: int, number: int) -> Call:
-        # The same on every rank, without a counter that could drift: ranks that run different units do not match.
-        base = zlib.crc32(f"{self.name}/{number}".encode()) & ((1 << _NAME_BITS) - 1)
-        return Call(op, self.name or "(root)", (base << _OP_BITS) | code)
+        return Call(op, self.name or "(root)", command_tag(f"{self.name}/{number}", code))
 
     # Registration
 
     def show(self, full: bool) -> None:
         """Register full or sharded parameters, if it is the other kind that is registered."""
-        if full and not self._shows_full:
+        if full and self.shown is Shown.SHARDED:
             self.register_full()
-        elif not full and self._shows_full:
+        elif not full and self.shown is Shown.FULL:
             self.register_sharded()
 
     def register_full(self) -> None:
-        """Put the full parameters into the modules."""
-        self._shows_full = True
+        """Put the full parameters into the modules, unless the user has summoned others."""
+        if self.shown is Shown.SUMMONED:
+            return
+        self.shown = Shown.FULL
         for flow in self.flows:
             for sharded, full in zip(flow.sharded, flow.buffers.full, strict=True):
                 if full.requires_grad != sharded.requires_grad:
@@ -344,8 +354,31 @@ class Unit:
             registry[name] = full
 
     def register_sharded(self) -> None:
-        """Put the sharded parameters into the modules."""
-        self._shows_full = False
+        """Put the sharded parameters into the modules, unless the user has summoned full ones."""
+        if self.shown is Shown.SUMMONED:
+            return
+        self.shown = Shown.SHARDED
         for member in self.members:
             for slot in member.slots:
                 slot.registry[slot.name] = member.sharded
+
+    def lend(self, full: Sequence[nn.Parameter]) -> None:
+        """Put parameters of the caller's, one a member, into the modules until `take_back`; the unit is at rest."""
+        for member, parameter in zip(self.members, full, strict=True):
+            for slot in member.slots:
+                slot.registry[slot.name] = parameter
+        self.shown = Shown.SUMMONED
+
+    def take_back(self, lent: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+        """Register the sharded parameters again.
+
+        Returns:
+            Per member what the modules held in the end: the lent parameter, or what the user put in its place.
+        """
+        held: list[torch.Tensor | None] = []
+        for member, parameter in zip(self.members, lent, strict=True):
+            found = [slot.registry.get(slot.name) for slot in member.slots]
+            held.append(next((value for value in found if value is not parameter), parameter))
+        self.shown = Shown.SHARDED
+        self.register_sharded()
+        return held

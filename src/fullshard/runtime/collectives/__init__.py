@@ -15,6 +15,7 @@ from fullshard.runtime.collectives.base import (
     Pending,
     ReduceItem,
     Transport,
+    command_tag,
     time_limit,
     translate,
 )
@@ -24,13 +25,16 @@ from fullshard.runtime.device import BufferPool, Streams
 
 __all__ = [
     "Call",
+    "Direct",
     "GatherItem",
     "Pending",
     "ReduceItem",
     "Transport",
     "check_agreement",
+    "command_tag",
     "make_transport",
     "sum_scalars",
+    "translate",
 ]
 
 TRANSPORTS = ("auto", "direct", "torch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -67,6 +68,16 @@ class Call:
     op: str
     unit: str
     tag: int
+
+
+# A tag has 31 bits: the name's here, then the command's, then those of the messages within it (`direct.ITEM_BITS`).
+OP_BITS = 3
+_NAME_BITS = 18
+
+
+def command_tag(name: str, code: int) -> int:
+    """The same number on every rank, without a counter that could drift; other names or codes have other numbers."""
+    return ((zlib.crc32(name.encode()) & ((1 << _NAME_BITS) - 1)) << OP_BITS) | code
 
 
 class Pending(Protocol):

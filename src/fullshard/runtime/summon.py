@@ -1,0 +1,247 @@
+"""Full parameters outside of a step: to look at, to edit, or to compute with what is not in their module's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.core.schedule import Event, EventKind
+from fullshard.errors import MisuseError
+from fullshard.runtime.dtensors import local_of, sharded_like
+from fullshard.runtime.module import HANDLE
+from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.shards import Member
+from fullshard.runtime.unit import Shown, Unit
+from fullshard.runtime.whole import Gatherer, local_part
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Summon:
+    """How full parameters are shown.
+
+    Attributes:
+        writeback: Write what the user changed into the shards at the end.
+        rank0_only: Only rank 0 of the default group sees full parameters; the others keep their shards.
+        offload_to_cpu: They are on the CPU.
+        with_grads: They come with full gradients.
+    """
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.writeback and self.rank0_only:
+            raise NotImplementedError(
+                "writeback=True with rank0_only=True is not supported: the other ranks see nothing to write back. Pass "
+                "writeback=False, or edit on every rank"
+            )
+
+    @property
+    def on_this_rank(self) -> bool:
+        """Whether this rank sees full parameters."""
+        return not self.rank0_only or torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def full_parameters(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show full parameters in the sharded modules below `module`, between steps.
+
+    They are fresh plain parameters in the dtype that is stored (not the dtype computed in). All ranks must enter;
+    leaving needs no communication, so what one rank's block raises stays on that rank. Whatever the block raises, the
+    modules get their sharded parameters back, with the edits that were made until then if `writeback` is set.
+
+    Memory: every full parameter of the units concerned (twice that with gradients) on each rank that sees them, on the
+    CPU if `offload_to_cpu` is set; the other ranks hold one full parameter at a time while entering.
+
+    Forwards inside compute with the full parameters and do not communicate; a backward through them raises.
+
+    Args:
+        module: Any module; what is sharded in it or below it counts.
+        recurse: False takes only the unit of `module` itself.
+        writeback: At the end each rank writes its own rows into its shard. False drops all edits.
+        rank0_only: See `Summon`.
+        offload_to_cpu: See `Summon`.
+        with_grads: Full parameters have full gradients, which are written back, too.
+
+    Raises:
+        NotImplementedError: `writeback` and `rank0_only` are both set.
+        MisuseError: A forward or backward is running.
+        ValueError: At the end, if a parameter was replaced by a tensor of another shape; nothing is written then.
+    """
+    settings = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
+    units = _units(module, recurse)
+    for unit in units:
+        _bring_to_rest(unit)
+    gatherer = Gatherer("full parameters")
+    lent = [[_full(member, gatherer, settings) for member in unit.members] for unit in units]
+    if not settings.on_this_rank:
+        yield
+        return
+    for unit, parameters in zip(units, lent, strict=True):
+        unit.lend(_present(parameters))
+    try:
+        yield
+    finally:
+        held = [unit.take_back(_present(parameters)) for unit, parameters in zip(units, lent, strict=True)]
+        if writeback:
+            _write_back(units, held, with_grads)
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    """Units of the sharded modules, without those that an outer context has summoned."""
+    modules = module.modules() if recurse else [module]
+    units = {id(handle.unit): handle.unit for each in modules if (handle := each.__dict__.get(HANDLE)) is not None}
+    return [unit for unit in units.values() if unit.shown is not Shown.SUMMONED]
+
+
+def _bring_to_rest(unit: Unit) -> None:
+    engine = unit.engine
+    if engine is None:
+        return
+    engine.recover()
+    if engine.in_backward or engine.scheduler.in_use():
+        raise MisuseError(
+            f"full parameters of unit {unit.name or '(root)'!r} cannot be shown while a forward or backward runs: "
+            "enter the context between steps"
+        )
+    engine.on(Event(EventKind.RESHARD, unit.index))
+
+
+def _full(member: Member, gatherer: Gatherer, settings: Summon) -> nn.Parameter | None:
+    """The full parameter, with what the user wrote on the sharded one; None where this rank shall not see it."""
+    sharded = member.sharded
+    tensors = [sharded] if sharded.grad is None or not settings.with_grads else [sharded, sharded.grad]
+    full = []
+    for tensor in tensors:
+        whole = gatherer.full(tensor, member.spec.name)
+        if settings.on_this_rank:
+            full.append(whole.cpu() if settings.offload_to_cpu else whole)
+    if not full:
+        return None
+    parameter = nn.Parameter(full[0], requires_grad=sharded.requires_grad)
+    parameter.__dict__.update(sharded.__dict__)
+    if len(full) == 2:
+        parameter.grad = full[1]
+    return parameter
+
+
+def _present(parameters: list[nn.Parameter | None]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter is not None]
+
+
+def _write_back(units: list[Unit], held: list[list[torch.Tensor | None]], with_grads: bool) -> None:
+    pairs = [
+        (member, _checked(value, member))
+        for unit, values in zip(units, held, strict=True)
+        for member, value in zip(unit.members, values, strict=True)
+    ]
+    with torch.no_grad():
+        for member, value in pairs:
+            local_of(member.sharded).copy_(_rows(value, member.sharded))
+            if with_grads:
+                _write_back_gradient(member.sharded, value.grad)
+    for unit in units:
+        if unit.engine is not None:
+            unit.engine.parameters_changed = True
+
+
+def _checked(value: torch.Tensor | None, member: Member) -> torch.Tensor:
+    if value is None or value.shape != member.sharded.shape:
+        found = "None" if value is None else f"shape {tuple(value.shape)}"
+        raise ValueError(
+            f"parameter {member.spec.name!r} of shape {tuple(member.sharded.shape)} was replaced by {found} inside the "
+            "context, so nothing can be written back; keep its shape, or pass writeback=False"
+        )
+    return value
+
+
+def _rows(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    assert isinstance(like, DTensor)
+    return local_part(whole, like)
+
+
+def _write_back_gradient(sharded: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    if gradient is None:
+        sharded.grad = None
+    elif sharded.grad is None:
+        rows = _rows(gradient, sharded).to(local_of(sharded).device, copy=True)
+        sharded.grad = sharded_like(sharded, rows.contiguous())
+    else:
+        local_of(sharded.grad).copy_(_rows(gradient, sharded))
+
+
+def use_parameters(module: nn.Module, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Call `function(*args, **kwargs)` while the unit of `module` is full, as in its forward, with autograd.
+
+    For parameters that are used outside of their module's forward, such as a head's weight in a fused loss:
+
+        >>> def loss_of(hidden, labels):
+        ...     return cross_entropy(hidden @ head.weight.T, labels)
+        >>> loss = use_parameters(head, loss_of, hidden, labels)
+
+    Gradients are reduced into the shards as those of the forward are. Every rank must call it. It costs one gather, and
+    one more in backward if the unit has been freed in between; a head that is a unit of its own costs least.
+
+    Args:
+        module: A sharded module, or one below it; its unit is gathered, not the units below it.
+        function: Its tensors are cast as the unit's mixed-precision policy casts inputs and outputs of a forward.
+            Tensors that come from other modules should be its arguments, not taken from around it: a backward that
+            reaches them is how the end of the unit's backward is noticed.
+        *args: Passed on.
+        **kwargs: Passed on.
+
+    Returns:
+        What `function` returns: a tensor, or tensors in a tuple, list, dict or dataclass.
+
+    Raises:
+        ValueError: `module` has no sharded parameters, or those of several units.
+        MisuseError: `module` is not itself sharded, and the model has not run yet.
+    """
+    unit = _unit_that_owns(module)
+    reference = REGISTRY.hooks.get(unit)
+    hooks = None if reference is None else reference()
+    assert hooks is not None, "the unit has lost its hooks"
+    if unit.engine is None and HANDLE not in module.__dict__:
+        raise MisuseError(
+            f"the parameters of this {type(module).__name__} belong to a unit of a larger module that has not run yet: "
+            "pass the module that was given to fully_shard, or run the model's forward first"
+        )
+    return hooks.use(module, function, args, kwargs)  # type: ignore[no-any-return]
+
+
+def _unit_that_owns(module: nn.Module) -> Unit:
+    handle = module.__dict__.get(HANDLE)
+    if handle is not None:
+        unit: Unit = handle.unit
+        return unit
+    # By the places of parameters, not by the parameters: while a forward runs, full ones are registered there.
+    places = {id(part._parameters) for part in module.modules()}
+    units = [
+        unit
+        for unit in list(REGISTRY.hooks)
+        if any(id(slot.registry) in places for member in unit.members for slot in member.slots)
+    ]
+    if len(units) != 1:
+        what = f"those of {len(units)} units" if units else "no sharded ones"
+        raise ValueError(
+            f"use_parameters needs a module with the parameters of one unit, this {type(module).__name__} has {what}; "
+            "pass a module that was given to fully_shard"
+        )
+    return units[0]
