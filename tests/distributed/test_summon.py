@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cluster import Cluster
 from fullshard import MixedPrecisionPolicy, full_parameters, full_tensor, fully_shard, use_parameters
-from fullshard.errors import MisuseError, PeerTimeoutError
+from fullshard.errors import CommunicationError, MisuseError
 
 
 class Odd(nn.Module):
@@ -73,6 +73,8 @@ def check_full_tensor(rank: int) -> None:
     assert (found.item(), replicated.to_local().item()) == (3.0, 2.0)
     plain = torch.ones(2)
     assert full_tensor(plain) is not plain
+    odd = make_odd()
+    assert (odd.scale.shape, full_tensor(odd.scale).item()) == ((), 1.5)
 
 
 def _splits(rows: int, world: int) -> list[int]:
@@ -105,7 +107,8 @@ def _look(model: nn.Module) -> None:
 def check_one_rank_alone(rank: int) -> None:
     model = make_odd()
     if rank == 0:
-        with pytest.raises(PeerTimeoutError, match=r"full parameters of .*rank 0 waited for rank\(s\) \[1\].*'weight'"):
+        # Where the other rank has ended before the time limit, the error says that.
+        with pytest.raises(CommunicationError, match=r"full parameters of .*waited for rank\(s\) \[1\].*'weight'"):
             _look(model.first)
     assert isinstance(model.first.weight, DTensor)
     assert_at_rest(model)
@@ -113,7 +116,7 @@ def check_one_rank_alone(rank: int) -> None:
 
 def test_a_full_gather_on_one_rank_alone_ends_with_an_error_that_names_the_others(cluster: Cluster) -> None:
     """B111."""
-    cluster.run(check_one_rank_alone, group_timeout=2.0)
+    cluster.run(check_one_rank_alone, group_timeout=3.0)
 
 
 # What is shown and what is kept

@@ -172,7 +172,8 @@ def _sharded_parameter(buffers: FlatBuffers, region: Region, place: Place, like:
     spec = buffers.specs[region.index]
     with torch.no_grad():
         dtensor = DTensor.from_local(
-            buffers.shard.new_empty(0),  # see `sharded_like`
+            # See `sharded_like`; of a 0-d parameter torch takes the shape from the local tensor, whatever is given.
+            buffers.shard.new_empty(0 if spec.shape else ()),
             place.mesh,
             _placements(spec, place),
             run_check=False,
