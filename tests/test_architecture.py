@@ -27,17 +27,18 @@ ALLOWED_IMPORTS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "core": ("core", "errors"),
     "runtime": ("runtime", "core", "errors"),
+    "wrapper": ("wrapper", "runtime", "core", "errors"),
     "tools.planner": ("core", "errors"),
     "tools": ("tools", "runtime", "core", "errors", ""),
     "train": ("train", "errors", ""),
     "cli": ("cli", "tools", "train", "errors", ""),
 }
-LAYERS = ("core", "runtime", "tools", "train", "cli")
+LAYERS = ("core", "runtime", "wrapper", "tools", "train", "cli")
 STANDARD_LIBRARY_ONLY = ("errors", "core")
 FORBIDDEN_ENGINES = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel", "deepspeed")
 
 # Signatures that copy a public function of torch, argument by argument.
-MANY_ARGUMENTS = frozenset({"fully_shard", "FSDP.__init__"})
+MANY_ARGUMENTS = frozenset({"fully_shard", "FullyShardedDataParallel.__init__"})
 
 COLLECTIVES = re.compile(
     r"(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast|gather|scatter|reduce|barrier|monitored_barrier"
@@ -271,12 +272,14 @@ BAD: list[tuple[Rule, str, str]] = [
     (imports_go_one_way, "errors", "from fullshard.core import layout"),
     (imports_go_one_way, "runtime.engine", "from fullshard.tools import report"),
     (imports_go_one_way, "runtime.engine", "from fullshard import train"),
+    (imports_go_one_way, "runtime.engine", "from fullshard.wrapper import wrapper"),
     (imports_go_one_way, "runtime.engine", "import fullshard.cli"),
     (imports_go_one_way, "runtime.engine", "from fullshard import fully_shard"),
     (imports_go_one_way, "tools.planner", "from fullshard.runtime.api import fully_shard"),
     (imports_go_one_way, "tools.report", "from fullshard.train.config import Config"),
     (imports_go_one_way, "train.loop", "from fullshard.runtime.api import fully_shard"),
     (imports_go_one_way, "train.loop", "from fullshard.core.spec import World"),
+    (imports_go_one_way, "train.loop", "from fullshard.wrapper.wrapper import FullyShardedDataParallel"),
     (imports_go_one_way, "train.loop", "from ..core import spec"),
     (imports_go_one_way, "cli", "from fullshard.core import cost"),
     (core_is_standard_library_only, "core.layout", "import torch"),

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Shard
 
 from fullshard.core.policy import after_forward
 from fullshard.errors import AlreadyShardedError
-from fullshard.runtime.build import build_unit, find_engine, make_place
+from fullshard.runtime.build import build_unit, make_place
 from fullshard.runtime.copying import ModuleMethod
-from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks
-from fullshard.runtime.module import HANDLE, FSDPModule, Handle, sharded_class
+from fullshard.runtime.hooks import UnitHooks
+from fullshard.runtime.module import HANDLE, FSDPModule, attach, sharded_class
 from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 
 # A module, or a list of modules that form one unit; what goes in comes out.
@@ -65,11 +65,8 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     OffloadPolicy.check(offload_policy, place.device)
     after = after_forward(reshard_after_forward, place.world.size)
     unit = build_unit(modules, place, precision, after, (shard_placement_fn, set(ignored_params or ())))
-    hooks = UnitHooks(unit, modules, functools.partial(find_engine, attribute=HANDLE))
-    OPTIMIZER_HOOKS.ensure()
-    handle = Handle(unit, hooks, _call_site())
+    attach(modules, unit, call_site(depth=2))
     for each in modules:
-        each.__dict__[HANDLE] = handle
         original: Any = type(each)
         each.__class__ = sharded_class(original)
     return module
@@ -98,9 +95,9 @@ def _validate_modules(module: object) -> list[nn.Module]:
     return modules
 
 
-def _call_site() -> str:
-    """File and line of the user's call."""
-    frame = sys._getframe(2)
+def call_site(depth: int) -> str:
+    """File and line of the user's call, `depth` frames up."""
+    frame = sys._getframe(depth)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

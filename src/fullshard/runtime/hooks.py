@@ -23,7 +23,7 @@ from fullshard.errors import MisuseError, StaleOptimizerError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.tree import map_tensors, tensors_in
+from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
 from fullshard.runtime.unit import Shown, Unit
 
 # Makes (or finds) the engine of a module and its unit.
@@ -87,7 +87,7 @@ class UnitHooks:
             engine.before_root_forward()
         dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
         if dtype is not None:
-            args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
+            args, kwargs = map_tensors(partial(cast_floating, dtype), (args, kwargs))
         state = engine.scheduler.states[unit.index]
         if state.has_full_buffer and not state.in_use and unit.is_stale:
             engine.on(Event(EventKind.RESHARD, unit.index))
@@ -133,7 +133,7 @@ class UnitHooks:
             engine.forward_failed(unit, _autograd_runs())
             return output
         if unit.precision.output_dtype is not None:
-            output = map_tensors(partial(_cast, unit.precision.output_dtype), output)
+            output = map_tensors(partial(cast_floating, unit.precision.output_dtype), output)
         recomputing = engine.scheduler.states[unit.index] is State.BACKWARD
         will_backward = not recomputing and torch.is_grad_enabled() and self._watch_outputs(output)
         event = Event(
@@ -300,8 +300,14 @@ def _is_running(module: nn.Module) -> bool:
     return calls > 1
 
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+def hide_when_loading(module: nn.Module, hidden: str) -> None:
+    """Keep `hidden`, part of the name under which a module holds another, out of what `load_state_dict` reports."""
+
+    def clean(_module: nn.Module, incompatible: Any) -> None:
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+            keys[:] = [key.replace(hidden, "") for key in keys]
+
+    module.register_load_state_dict_post_hook(clean)
 
 
 # Optimizers
@@ -349,4 +355,4 @@ class OptimizerHooks:
 
 OPTIMIZER_HOOKS = OptimizerHooks()
 
-__all__ = ["OPTIMIZER_HOOKS", "FindEngine", "OptimizerHooks", "UnitHooks"]
+__all__ = ["OPTIMIZER_HOOKS", "FindEngine", "OptimizerHooks", "UnitHooks", "hide_when_loading"]

@@ -17,7 +17,7 @@ from fullshard.runtime.build import find_engine
 from fullshard.runtime.copying import deepcopy_module
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
-from fullshard.runtime.hooks import UnitHooks
+from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
 
@@ -32,6 +32,15 @@ class Handle:
     unit: Unit
     hooks: UnitHooks
     site: str
+
+
+def attach(modules: list[nn.Module], unit: Unit, site: str) -> None:
+    """Let the forward and backward of `modules` drive `unit`. What they call `site` is where the user sharded them."""
+    hooks = UnitHooks(unit, modules, functools.partial(find_engine, attribute=HANDLE))
+    OPTIMIZER_HOOKS.ensure()
+    handle = Handle(unit, hooks, site)
+    for each in modules:
+        each.__dict__[HANDLE] = handle
 
 
 @functools.cache

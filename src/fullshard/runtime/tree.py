@@ -84,3 +84,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in `dtype` if it is a floating one, else as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor

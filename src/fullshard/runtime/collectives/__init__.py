@@ -21,6 +21,7 @@ from fullshard.runtime.collectives.base import (
 )
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
+from fullshard.runtime.collectives.once import broadcast_from_first, exchange
 from fullshard.runtime.device import BufferPool, Streams
 
 __all__ = [
@@ -30,8 +31,10 @@ __all__ = [
     "Pending",
     "ReduceItem",
     "Transport",
+    "broadcast_from_first",
     "check_agreement",
     "command_tag",
+    "exchange",
     "make_transport",
     "sum_scalars",
     "translate",

@@ -1,0 +1,166 @@
+"""Device meshes for sharding strategies, from what a user has: a mesh, process groups, or nothing."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.core.strategy import RULES, Axes, ShardingStrategy
+from fullshard.runtime.collectives import exchange
+from fullshard.runtime.device import default_device_type
+from fullshard.runtime.registry import REGISTRY
+
+# One group, or (shard group, replicate group).
+Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+_HYBRID_NAMES = ("replicate", "shard")
+
+
+def strategy_mesh(
+    strategy: ShardingStrategy, groups: Groups | None, mesh: DeviceMesh | None, device_type: str | None = None
+) -> DeviceMesh:
+    """The mesh on which the engine carries out `strategy`.
+
+    Args:
+        strategy: Decides which axes the mesh has.
+        groups: Ranks as process groups; not together with `mesh`.
+        mesh: Ranks as a mesh.
+        device_type: Type of the mesh that is made of groups; default as of the default group.
+
+    Returns:
+        A 1-D mesh to shard over, or a 2-D mesh (replicate x shard).
+
+    Raises:
+        ValueError, TypeError: Mesh or groups do not have the axes that the strategy needs.
+    """
+    if groups is not None and mesh is not None:
+        raise ValueError("process_group and device_mesh say the same thing in two ways; pass only one of them")
+    if not dist.is_initialized():
+        raise ValueError(
+            "sharding needs a process group: call torch.distributed.init_process_group first (torchrun sets what it "
+            "needs)"
+        )
+    axes = RULES[strategy].axes
+    device_type = device_type or default_device_type()
+    if axes is Axes.HYBRID:
+        return _hybrid_mesh(strategy, groups, mesh, device_type)
+    if isinstance(groups, tuple):
+        raise TypeError(f"{strategy.name} takes one process group; the pair (shard, replicate) is for HYBRID_SHARD")
+    if mesh is not None and mesh.ndim == 2 and axes is Axes.REPLICATE and mesh.size(1) == 1:
+        return mesh
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(
+            f"{strategy.name} takes a 1-D mesh, got {mesh.ndim} dims {mesh.mesh_dim_names}; a 2-D mesh (replicate x "
+            "shard) is for HYBRID_SHARD"
+        )
+    if axes is Axes.REPLICATE:
+        group = groups if mesh is None else mesh.get_group()
+        return _replicate_mesh(group or _world(), device_type if mesh is None else mesh.device_type)
+    return _shard_mesh(groups or _world(), device_type) if mesh is None else mesh
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _shard_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The 1-D mesh of a group."""
+    meshes = REGISTRY.meshes.setdefault(group, {})
+    key = (device_type, Axes.SHARD)
+    if key not in meshes:
+        meshes[key] = DeviceMesh.from_group(group, device_type)
+    return meshes[key]
+
+
+def _replicate_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The mesh (ranks of the group, 1). Made once a group: units of one model share groups."""
+    meshes = REGISTRY.meshes.setdefault(group, {})
+    key = (device_type, Axes.REPLICATE)
+    if key not in meshes:
+        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 1)
+        # Only its one member makes this group, so that ranks outside of `group` need not take part.
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        meshes[key] = DeviceMesh.from_group([group, alone], device_type, ranks, mesh_dim_names=_HYBRID_NAMES)
+    return meshes[key]
+
+
+def _hybrid_mesh(
+    strategy: ShardingStrategy, groups: Groups | None, mesh: DeviceMesh | None, device_type: str
+) -> DeviceMesh:
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise ValueError(f"{strategy.name} takes a 2-D mesh (replicate x shard), got {mesh.ndim} dims: {mesh}")
+        return mesh
+    if groups is None:
+        return _mesh_of_hosts(_world(), device_type)
+    if not isinstance(groups, tuple) or [isinstance(group, dist.ProcessGroup) for group in groups] != [True, True]:
+        raise ValueError(
+            f"{strategy.name} takes a pair of process groups (shard, replicate), a 2-D device_mesh, or neither "
+            f"(hosts are found then); got {type(groups).__name__}"
+        )
+    shard, replicate = groups
+    meshes = REGISTRY.meshes.setdefault(shard, {})
+    key = (device_type, Axes.HYBRID)
+    if key not in meshes:
+        rows = exchange(dist.get_process_group_ranks(shard), replicate)
+        meshes[key] = DeviceMesh.from_group(
+            [replicate, shard], device_type, torch.tensor(rows), mesh_dim_names=_HYBRID_NAMES
+        )
+    return meshes[key]
+
+
+def _mesh_of_hosts(world: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """Shard within each host, replicate across hosts."""
+    meshes = REGISTRY.meshes.setdefault(world, {})
+    key = (device_type, Axes.HYBRID)
+    if key not in meshes:
+        rows = host_rows(exchange(socket.gethostname(), world))
+        meshes[key] = DeviceMesh(device_type, rows, mesh_dim_names=_HYBRID_NAMES)
+    return meshes[key]
+
+
+def host_rows(hosts: list[str]) -> torch.Tensor:
+    """Ranks by host, shape [hosts, ranks a host], int64.
+
+    Args:
+        hosts: Name of the host of every rank.
+
+    Raises:
+        ValueError: Hosts do not have the same number of ranks.
+    """
+    rows: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        rows.setdefault(host, []).append(rank)
+    if len({len(ranks) for ranks in rows.values()}) > 1:
+        counts = {host: len(ranks) for host, ranks in rows.items()}
+        raise ValueError(
+            f"HYBRID_SHARD shards within a host, but hosts have different numbers of ranks: {counts}. Start as many "
+            "ranks on each, or pass a 2-D device_mesh"
+        )
+    return torch.tensor(list(rows.values()))
+
+
+def warn_if_not_hybrid(strategy: ShardingStrategy, mesh: DeviceMesh, stacklevel: int) -> None:
+    """Say it if a hybrid strategy has one rank along an axis, and so is another one; gradients are averaged anyway."""
+    if RULES[strategy].axes is not Axes.HYBRID:
+        return
+    replicas, size = mesh.size(0), mesh.size(1)
+    if replicas * size == 1 or (replicas > 1 and size > 1):
+        return
+    if replicas == 1:
+        became = f"one replica of {size} ranks, so it does what FULL_SHARD does"
+    else:
+        became = (
+            f"one rank on the shard axis, so every rank holds whole parameters, as with NO_SHARD on {replicas} ranks"
+        )
+    warnings.warn(
+        f"{strategy.name} has {became}. Gradients are averaged over all {replicas * size} ranks. To choose both sizes "
+        "pass a 2-D device_mesh (replicate x shard)",
+        stacklevel=stacklevel + 1,
+    )
