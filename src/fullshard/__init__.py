@@ -9,8 +9,9 @@ Shard each block, then the root, then make the optimizer:
     >>> optimizer = torch.optim.AdamW(model.parameters())
 """
 
-from fullshard.runtime.api import fully_shard, register_fsdp_forward_method
+from fullshard.runtime.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.runtime.clip import clip_grad_norm_
+from fullshard.runtime.collectives import AllGather, ReduceScatter
 from fullshard.runtime.init import materialize
 from fullshard.runtime.module import FSDPModule, UnshardHandle
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FSDP",
+    "AllGather",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
@@ -55,6 +57,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ReduceScatter",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -68,5 +71,6 @@ __all__ = [
     "fully_shard",
     "materialize",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "use_parameters",
 ]

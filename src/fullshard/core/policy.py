@@ -54,6 +54,7 @@ class UnitPolicy:
         forward_prefetch: Units to gather when this one enters forward, in place of the recorded order.
         backward_prefetch: The same for backward.
         divide_factor: Divide summed gradients by this in place of the number of data-parallel ranks.
+        reduce_unused: A parameter that no rank used in a backward gets a gradient of zeros, not none.
     """
 
     after_forward: AfterForward = AfterForward.AUTO
@@ -64,6 +65,7 @@ class UnitPolicy:
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
     divide_factor: float | None = None
+    reduce_unused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

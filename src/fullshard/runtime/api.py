@@ -15,8 +15,9 @@ from fullshard.core.policy import after_forward
 from fullshard.errors import AlreadyShardedError
 from fullshard.runtime.build import build_unit, make_place
 from fullshard.runtime.copying import ModuleMethod
+from fullshard.runtime.device import make_streams
 from fullshard.runtime.hooks import UnitHooks
-from fullshard.runtime.module import HANDLE, FSDPModule, attach, sharded_class
+from fullshard.runtime.module import HANDLE, FSDPModule, attach, sharded_class, unit_of
 from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 
 # A module, or a list of modules that form one unit; what goes in comes out.
@@ -68,7 +69,8 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     attach(modules, unit, call_site(depth=2))
     for each in modules:
         original: Any = type(each)
-        each.__class__ = sharded_class(original)
+        # Past a __setattr__ of the user's class.
+        object.__setattr__(each, "__class__", sharded_class(original))
     return module
 
 
@@ -107,15 +109,42 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Args:
         module: A sharded module; others are left alone.
         method_name: A method of it, such as "generate" or "encode".
+
+    Raises:
+        ValueError: The module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    original = getattr(type(module), method_name)
+    original: Any = getattr(module, method_name)
+    bound = getattr(original, "__self__", None) is module
+    if bound:  # the bound method would be a cycle from the module to itself
+        original = original.__func__
 
     def gathered(target: Any, *args: Any, **kwargs: Any) -> Any:
         hooks: UnitHooks = target.__dict__[HANDLE].hooks
-        return hooks.run(target, functools.partial(original, target), args, kwargs)
+        return hooks.run(target, functools.partial(original, target) if bound else original, args, kwargs)
 
     module.__dict__[method_name] = ModuleMethod(module, gathered, original)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (the stages of a pipeline) communicate on the same streams.
+
+    Separate streams would divide the caching allocator's memory. On a CPU there are no streams to share.
+
+    Raises:
+        ValueError: Something in the list is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"share_comm_ctx expects sharded modules, got {type(module).__name__}")
+    units = [unit_of(module) for module in modules]
+    streams = None
+    for unit in units:
+        streams = streams or (unit.engine.streams if unit.engine is not None else unit.wishes.streams)
+    for unit in units:
+        streams = unit.wishes.streams = streams or make_streams(unit.place.device)
+        if unit.engine is not None and unit.engine.streams is not streams:
+            unit.engine.share_streams(streams)

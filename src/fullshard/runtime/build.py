@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -156,19 +154,16 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
     if unit.engine is not None:
         return unit.engine
     units, names = _units_in(module, attribute)
-    changes: dict[str, Any] = {}
     for other in units:
         if other.engine is not None:
-            changes.update(other.engine.schedule_changes)
             _take_over(other)
         other.reflatten()
     handles = [handle for part in module.modules() if (handle := part.__dict__.get(attribute)) is not None]
-    for handle in handles:
-        changes = {**handle.hooks.schedule_changes, **changes}
     _check_same_everywhere(units, names)
     _check_initialized(module, units)
     engine = Engine(units, names)
-    engine.set_schedule(**changes)
+    for each in reversed(units):  # what was set on the outermost module counts
+        engine.set_schedule(**each.wishes.schedule)
     for each in units:
         each.engine = engine
     for handle in handles:

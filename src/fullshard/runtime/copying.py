@@ -73,7 +73,7 @@ def deepcopy_module(module: nn.Module, units: Sequence[Unit], memo: dict[int, An
     state: Any = module.__getstate__()
     made.__setstate__(copy.deepcopy(state, memo))
     for unit in units:
-        memo[id(unit)].prefetch = _copied_prefetch(unit, memo)
+        memo[id(unit)].wishes.prefetch = _copied_prefetch(unit, memo)
     for name, buffer in module._buffers.items():
         copied = made._buffers[name]
         if buffer is not None and copied is not None and REGISTRY.unfilled.get(buffer, -1) == buffer._version:
@@ -83,8 +83,8 @@ def deepcopy_module(module: nn.Module, units: Sequence[Unit], memo: dict[int, An
 
 def _copied_prefetch(unit: Unit, memo: dict[int, Any]) -> dict[str, list[Unit]]:
     """What the copy of `unit` shall prefetch; units outside of what is copied are of no use to it."""
-    copied = {field: [memo[id(u)] for u in wanted if id(u) in memo] for field, wanted in unit.prefetch.items()}
-    return {field: wanted for field, wanted in copied.items() if wanted or not unit.prefetch[field]}
+    copied = {field: [memo[id(u)] for u in wanted if id(u) in memo] for field, wanted in unit.wishes.prefetch.items()}
+    return {field: wanted for field, wanted in copied.items() if wanted}
 
 
 def copy_parameters(unit: Unit, memo: dict[int, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -164,6 +164,22 @@ def keep_freed_host_memory(nbytes: int) -> bool:
     libc = ctypes.CDLL(None)
     largest_heap_block = 32 << 20  # glibc's own upper limit of this setting
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, largest_heap_block) and libc.mallopt(_M_TRIM_THRESHOLD, nbytes))
+
+
+def on_stream(act: Callable[[torch.Tensor], None], stream: torch.Stream) -> Callable[[torch.Tensor], None]:
+    """`act`, run on `stream` between what the current stream has been given before and what it is given after."""
+
+    def run(tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            act(tensor)
+            return
+        current = torch.accelerator.current_stream(tensor.device)
+        stream.wait_stream(current)
+        with stream:
+            act(tensor)
+        current.wait_stream(stream)
+
+    return run
 
 
 def default_device_type() -> str:

@@ -15,7 +15,7 @@ from fullshard.core.lifecycle import Op, State
 from fullshard.core.policy import SchedulePolicy, UnitPolicy
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
-from fullshard.runtime.collectives import Transport, make_transport
+from fullshard.runtime.collectives import Custom, Transport, make_transport
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.gradients import warn_dropped
 from fullshard.runtime.unit import Links, Unit
@@ -48,8 +48,6 @@ class Engine:
 
     Attributes:
         log: Commands executed so far, newest last, bounded.
-        schedule_changes: What the user set of the `SchedulePolicy`.
-        is_last_backward: Whether the end of a backward waits for all reductions.
         watch: If set, called for every command in place of executing it; it must call `act(unit)` once.
         parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
     """
@@ -59,16 +57,14 @@ class Engine:
         self.units = units
         self.pool = BufferPool(device, 0)
         self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
-        self.is_last_backward = True
-        self.schedule_changes: dict[str, Any] = {}
         self.parameters_changed = False
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self._broken: CommunicationError | None = None
         # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
         self._backward: weakref.ref[Any] | None = None
-        links = _Linker(self.pool, make_streams(device))
+        self._linker = _Linker(self.pool, units[0].wishes.streams or make_streams(device))
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
-            unit.start(name, index, links.link(unit))
+            unit.start(name, index, self._linker.link(unit))
         self._settle_memory()
         for unit in units:
             self.resolve_prefetch(unit)
@@ -95,7 +91,7 @@ class Engine:
         mine = {id(each): each.index for each in self.units}
         indices: dict[str, Any] = {
             field: tuple(mine[id(wanted)] for wanted in units if id(wanted) in mine)
-            for field, units in unit.prefetch.items()
+            for field, units in unit.wishes.prefetch.items()
         }
         unit.policy = replace(unit.policy, **indices)
         self.set_unit_policy(unit, unit.policy)
@@ -106,8 +102,22 @@ class Engine:
 
     def set_schedule(self, **changes: Any) -> None:
         """Change fields of the `SchedulePolicy`."""
-        self.schedule_changes.update(changes)
         self.scheduler.policy = replace(self.scheduler.policy, **changes)
+
+    @property
+    def streams(self) -> Streams:
+        """Streams beside the computation."""
+        return self._linker.streams
+
+    def share_streams(self, streams: Streams) -> None:
+        """Use the streams of another engine from now on."""
+        self._linker = _Linker(self.pool, streams)
+        for unit in self.units:
+            self.relink(unit)
+
+    def relink(self, unit: Unit) -> None:
+        """The user changed by what means `unit` communicates."""
+        unit.links = self._linker.link(unit)
 
     # Events
 
@@ -152,6 +162,11 @@ class Engine:
 
     def before_root_forward(self) -> None:
         """Take over parameters that the user moved, cast or replaced in modules below the sharded ones."""
+        wishes = self.units[0].wishes
+        if wishes.post_optim_event is not None:
+            # Side streams begin after the current one, so this orders gathers too.
+            self.streams.join(wishes.post_optim_event)
+            wishes.post_optim_event = None
         if not self.in_backward and not self.scheduler.in_use():
             for unit in self.units:
                 if unit.was_touched:
@@ -182,9 +197,9 @@ class Engine:
         units = tuple(
             unit.index
             for unit in self.units
-            if unit.trainable and (states[unit.index] is State.BACKWARD or unit.has_full_gradients)
+            if unit.trainable and (states[unit.index] is State.BACKWARD or unit.has_gradients_to_reduce)
         )
-        self.on(Event(EventKind.END_BACKWARD, units=units, last=self.is_last_backward))
+        self.on(Event(EventKind.END_BACKWARD, units=units, last=self.units[0].wishes.is_last_backward))
 
     def forward_failed(self, unit: Unit, inside_backward: bool) -> None:
         """The forward of `unit` raised; nothing here may hide that error."""
@@ -208,6 +223,12 @@ class Engine:
         if failed_backward:
             self._undo_backward()
 
+    def reset(self) -> None:
+        """Give up the current step and every gradient that is not reduced yet."""
+        self.abort()
+        for unit in self.units:
+            unit.drop_gradients()
+
     def _undo_backward(self) -> None:
         lost = [unit.undo_backward() for unit in self.units]
         if any(lost):
@@ -229,7 +250,7 @@ class _Linker:
 
     def __init__(self, pool: BufferPool, streams: Streams) -> None:
         self._pool = pool
-        self._streams = streams
+        self.streams = streams
         self._made: dict[tuple[int, str], Transport] = {}
 
     def link(self, unit: Unit) -> Links:
@@ -238,14 +259,21 @@ class _Linker:
         averages = replicate is not None and replicate.size() > 1
         return Links(
             self._pool,
-            self._transport(unit, place.shard_group),
+            self._custom(unit, place.shard_group),
+            self._custom(unit, unit.wishes.reduce_group or place.shard_group),
             self._transport(unit, replicate) if replicate is not None and averages else None,
-            None if place.secondary is None else self._transport(unit, place.secondary),
+            None if place.secondary is None else self._custom(unit, place.secondary),
         )
+
+    def _custom(self, unit: Unit, group: dist.ProcessGroup) -> Transport:
+        transport, wishes = self._transport(unit, group), unit.wishes
+        if wishes.all_gather is None and wishes.reduce_scatter is None:
+            return transport
+        return Custom(transport, group, unit.place.device, self.streams, (wishes.all_gather, wishes.reduce_scatter))
 
     def _transport(self, unit: Unit, group: dist.ProcessGroup) -> Transport:
         place = unit.place
         key = (id(group), place.transport)
         if key not in self._made:
-            self._made[key] = make_transport(place.transport, group, place.device, self._pool, self._streams)
+            self._made[key] = make_transport(place.transport, group, place.device, self._pool, self.streams)
         return self._made[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +95,7 @@ class GradientFlow:
         self._nothing = buffers.shard.new_empty(0)
         self._locals = [local_of(parameter) for parameter in sharded]
         self._gathered_versions: list[int] = []
+        self.began = False  # this backward has begun a reduction
         self._touched = False  # this backward has bound gradients
         self._added = False  # this backward has added to gradients of an earlier one
 
@@ -146,6 +148,7 @@ class GradientFlow:
 
     def begin(self, divide_before: float) -> list[ReduceItem]:
         """Take the full gradients and return what has to be summed over the shard axis."""
+        self.began = True
         plan = self.plan()
         if not plan.numel:
             return []
@@ -188,8 +191,16 @@ class GradientFlow:
         """The sum over the shard axis, 1-D, which is to be summed over replicas in place."""
         return None if self._partial is None else self._partial.flat
 
-    def bind(self, divide_after: float) -> None:
-        """The sum is complete: make it the mean, in the stored dtype, and the `.grad` of the sharded parameters."""
+    def bind(
+        self, divide_after: float, then: Callable[[torch.Tensor], None] | None = None, unused_too: bool = False
+    ) -> None:
+        """The sum is complete: make it the mean, in the stored dtype, and the `.grad` of the sharded parameters.
+
+        Args:
+            divide_after: Makes the sum the mean.
+            then: The user's function on the mean, 1-D in the dtype of the sum, which it may change in place.
+            unused_too: Parameters that no rank used get zeros.
+        """
         done, self._partial = self._partial, None
         if done is None:
             return
@@ -198,6 +209,8 @@ class GradientFlow:
         flat = done.flat[:-counts]
         if divide_after != 1.0:
             flat.div_(divide_after)
+        if then is not None:
+            then(flat)
         flat = flat.to(self.buffers.shard.dtype)
         self._touched = True
         self._added |= any(parameter.grad is not None for parameter in self.sharded)
@@ -206,13 +219,16 @@ class GradientFlow:
         if existing is not None:
             existing.add_(flat)
         for region in (*done.plan.small, *done.plan.large):
-            if used[region.index]:
+            # Ranks that only the user's function sums over are not in the counts.
+            elsewhere = then is not None and not used[region.index] and bool(self.buffers.local(region, flat).any())
+            if used[region.index] or unused_too or elsewhere:
                 if existing is None:
                     self._bind_one(region, flat)
                 _run_gradient_hooks(self.sharded[region.index])
 
     def begin_backward(self) -> None:
         """A backward begins: what it does to gradients can be told from what was there."""
+        self.began = False
         self._touched = False
         self._added = self._holding or self._partial is not None
 

@@ -43,7 +43,6 @@ class UnitHooks:
         self._unit = unit
         self._find_engine = find_engine
         self.engine: Engine | None = None
-        self.schedule_changes: dict[str, Any] = {}  # for the engine to come: what the user set on that of the original
         self._group_size = len(modules)
         self._ran: set[int] = set()  # modules of the group that have run in this round
         self._pending = 0  # calls in this round whose backward is not over
@@ -62,8 +61,6 @@ class UnitHooks:
         made = copy.copy(self)
         memo[id(self)] = made
         made._unit = copy.deepcopy(self._unit, memo)
-        if self.engine is not None:
-            made.schedule_changes = dict(self.engine.schedule_changes)
         made.engine, made._ran, made._pending = None, set(), 0
         REGISTRY.hooks[made._unit] = weakref.ref(made)
         return made

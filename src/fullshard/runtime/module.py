@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fullshard.core.policy import AfterForward
+from fullshard.core.policy import AfterForward, SchedulePolicy
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.build import find_engine
+from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, separate_group
 from fullshard.runtime.copying import deepcopy_module
+from fullshard.runtime.device import on_stream
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks
@@ -50,15 +55,20 @@ def sharded_class(original: Any) -> type[nn.Module]:
 
 
 class UnshardHandle:
-    """Waits for an `unshard(async_op=True)`."""
-
-    def __init__(self, engine: Engine, unit: Unit) -> None:
-        self._engine = engine
-        self._unit = unit
+    """What `unshard(async_op=True)` returns."""
 
     def wait(self) -> None:
-        """Wait for the full parameters and register them. Forward waits by itself."""
-        self._engine.on(Event(EventKind.SETTLE, self._unit.index))
+        """Wait for the full parameters and register them. Forward waits by itself; a second call does nothing."""
+
+
+class _Unsharding(UnshardHandle):
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self._started: tuple[Engine, Unit] | None = (engine, unit)
+
+    def wait(self) -> None:
+        if self._started is not None:
+            (engine, unit), self._started = self._started, None
+            engine.on(Event(EventKind.SETTLE, unit.index))
 
 
 class FSDPModule:
@@ -67,7 +77,7 @@ class FSDPModule:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class: a sharded container builds parts of itself by its own class."""
         original: Any = cls.__mro__[2]
-        made = original.__new__(original)
+        made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
 
@@ -85,7 +95,7 @@ class FSDPModule:
         unit, engine = self._unit_and_engine()
         engine.before_forward()
         engine.on(Event(EventKind.UNSHARD, unit.index))
-        handle = UnshardHandle(engine, unit)
+        handle = _Unsharding(engine, unit)
         if async_op:
             return handle
         handle.wait()
@@ -104,16 +114,33 @@ class FSDPModule:
             engine.on(Event(EventKind.RESHARD, unit.index))
 
     def reset_iter_state(self) -> None:
-        """Bring every unit back to sharded now. A step after an exception does so by itself."""
-        engine = unit_of(self).engine
-        if engine is not None:
-            engine.abort()
+        """Give up a step that failed: every unit is sharded, and what it has not reduced is forgotten.
+
+        A step after an exception works without this call, and then keeps gradients that were accumulated before. This
+        call drops them where they are not reduced yet (no sync, no all-reduce): start the accumulation anew.
+
+        Raises:
+            MisuseError: This is not the root, the sharded module whose forward ran first.
+        """
+        unit = unit_of(self)
+        engine = unit.engine
+        if engine is None:
+            return
+        if unit.index != 0:
+            raise MisuseError(
+                f"reset_iter_state must be called on the root FSDP module, not on unit {unit.name!r}: it concerns "
+                "every unit of the model"
+            )
+        engine.reset()
 
     # Settings
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False accumulates full gradients without communication (`no_sync`); a later True reduces their sum."""
-        self._change(recurse, sync_gradients=requires_gradient_sync)
+        """False accumulates full gradients without communication (`no_sync`); a later True reduces their sum.
+
+        It sets `set_requires_all_reduce` to the same, too.
+        """
+        self._change(recurse, sync_gradients=requires_gradient_sync, sync_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False keeps gradients reduced over the shard axis only (HSDP); a later True adds replicas up."""
@@ -122,7 +149,10 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True frees full parameters after forward, False keeps them for backward."""
         if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
+            raise ValueError(
+                f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}; only fully_shard takes an "
+                "int, since it makes the smaller groups"
+            )
         self._change(recurse, after_forward=AfterForward.FREE if reshard_after_forward else AfterForward.KEEP)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -138,14 +168,25 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets reductions go on after this backward; the next one, or True, waits for them."""
-        _, engine = self._unit_and_engine()
-        engine.is_last_backward = is_last_backward
+        self._root().wishes.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` in place of the number of data-parallel ranks."""
-        if not factor > 0:
-            raise ValueError(f"the gradient divide factor must be positive, got {factor}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"the gradient divide factor must be a positive finite number, got {factor}")
         self._change(False, divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated name of `set_gradient_divide_factor`."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """True gives parameters that no rank used in a backward a gradient of zeros; by default they get none.
+
+        Ranks may use different parameters of a unit either way: those that did not use one send zeros.
+        """
+        self._change(recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self,
@@ -156,21 +197,94 @@ class FSDPModule:
         """How many units' gradients may be on the wire at once, in the whole engine; more overlap, more memory."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        _, engine = self._unit_and_engine()
-        engine.set_schedule(reduces_in_flight=max_input_buffers)
+        self._change_schedule(reduces_in_flight=max_input_buffers)
 
     def set_prefetch_bytes(self, prefetch_bytes: int | None) -> None:
         """Bytes of full parameters that may be gathered ahead of use; None: one unit, 0: none."""
-        _, engine = self._unit_and_engine()
-        engine.set_schedule(prefetch_bytes=prefetch_bytes)
+        self._change_schedule(prefetch_bytes=prefetch_bytes)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one enters forward, in place of the recorded order."""
+        """Gather these units when this one enters forward, in place of the recorded order; an empty list undoes it."""
         self._set_prefetch("forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one enters backward, in place of the recorded order."""
+        """Gather these units when this one enters backward, in place of the recorded order; an empty list undoes it."""
         self._set_prefetch("backward_prefetch", modules)
+
+    # Communication
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit by `comm`: any object with the two methods of `AllGather`. Not recursive."""
+        check_comm(comm, "AllGather")
+        self._communicate(all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit's gradients by `comm`: any object with the two methods of `ReduceScatter`. Not recursive.
+
+        It is always asked for `ReduceOp.SUM`; the engine divides.
+        """
+        check_comm(comm, "ReduceScatter")
+        self._communicate(reduce_scatter=comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call `hook` on this unit's mean gradients over the mesh, before they are bound. Not recursive.
+
+        Args:
+            hook: Takes the gradients of one dtype, 1-D with padding, in the dtype of the reduction; it changes them in
+                place, for example by an all-reduce over ranks outside of the mesh.
+            stream: Run it there; not with a replicate axis of the mesh, and without meaning on a CPU.
+        """
+        unit = unit_of(self)
+        if not callable(hook):
+            raise TypeError(f"the all-reduce hook must be callable with one tensor, got {type(hook).__name__}")
+        if stream is not None and unit.place.replicate_group is not None:
+            raise ValueError("stream cannot be set on a mesh with a replicate axis: its all-reduce has a stream")
+        unit.wishes.after_reduce = hook if stream is None else on_stream(hook, stream)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """True reduces gradients over a process group of their own, so that gathers need not wait for them.
+
+        Every rank of the mesh must call it. It changes nothing with direct exchange, where messages pass each other.
+        """
+        made: dict[tuple[int, ...], Any] = {}
+        for unit in self._units(recurse):
+            group, place = unit.place.shard_group, unit.place
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if enable and ranks not in made:
+                made[ranks] = separate_group(place.transport, group, place.device)
+            unit.wishes.reduce_group = made[ranks] if enable else None
+            if unit.engine is not None:
+                unit.engine.relink(unit)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for `event`, once: for an optimizer that ran on another stream."""
+        self._root().wishes.post_optim_event = event
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Changes nothing: reductions are sums here in any case, and the engine divides."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: ARG002 - of torch's signature
+        """Changes nothing: there are no staging buffers, large parameters are exchanged in their final places.
+
+        Raises:
+            MisuseError: The unit has a custom all-gather or reduce-scatter, which allocates its own buffers.
+        """
+        self._refuse_custom("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not supported: full buffers come from the pool. The numbers would be the same, so on NCCL it only warns.
+
+        Raises:
+            ValueError: Another backend than NCCL is named, or the mesh is on a CPU.
+        """
+        self._refuse_custom("set_symm_mem_for_comm")
+        device = unit_of(self).place.device.type
+        if backend != "NCCL" or device == "cpu":
+            raise ValueError(f"symmetric memory needs backend 'NCCL' and its devices, got {backend!r} on {device!r}")
+        warnings.warn("symmetric memory is not used by fullshard: gathers run as they did", stacklevel=2)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Changes nothing: every gather is asynchronous, and its buffers are allocated on the compute stream."""
 
     # Inside
 
@@ -183,20 +297,49 @@ class FSDPModule:
     def _set_prefetch(self, field: str, modules: list[FSDPModule]) -> None:
         for module in modules:
             if not isinstance(module, FSDPModule):
-                raise TypeError(f"only sharded modules can be prefetched, got {type(module).__name__}")
+                raise ValueError(f"only sharded modules can be prefetched, got {type(module).__name__}")
         unit = unit_of(self)
-        unit.prefetch[field] = [unit_of(module) for module in modules]
+        unit.wishes.prefetch[field] = [unit_of(module) for module in modules]
+        if not modules:
+            del unit.wishes.prefetch[field]
+            cleared: dict[str, Any] = {field: None}
+            unit.policy = replace(unit.policy, **cleared)
         if unit.engine is not None:
             unit.engine.resolve_prefetch(unit)
 
     def _change(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.policy = replace(unit.policy, **changes)
+            if unit.engine is not None:
+                unit.engine.set_unit_policy(unit, unit.policy)
+
+    def _units(self, recurse: bool) -> list[Unit]:
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        for module in modules:
-            if isinstance(module, FSDPModule):
-                unit = unit_of(module)
-                unit.policy = replace(unit.policy, **changes)
-                if unit.engine is not None:
-                    unit.engine.set_unit_policy(unit, unit.policy)
+        units = {id(unit): unit for module in modules if isinstance(module, FSDPModule) for unit in [unit_of(module)]}
+        return list(units.values())
+
+    def _root(self) -> Unit:
+        """The root's unit; before the first forward this module's own, in case it is the root."""
+        unit = unit_of(self)
+        return unit if unit.engine is None else unit.engine.units[0]
+
+    def _change_schedule(self, **changes: Any) -> None:
+        unit = unit_of(self)
+        SchedulePolicy(**changes)  # raises before anything is changed
+        unit.wishes.schedule.update(changes)
+        if unit.engine is not None:
+            unit.engine.set_schedule(**changes)
+
+    def _communicate(self, **comms: Any) -> None:
+        unit = unit_of(self)
+        unit.wishes = replace(unit.wishes, **comms)
+        if unit.engine is not None:
+            unit.engine.relink(unit)
+
+    def _refuse_custom(self, method: str) -> None:
+        wishes = unit_of(self).wishes
+        if wishes.all_gather is not None or wishes.reduce_scatter is not None:
+            raise MisuseError(f"{method} cannot be combined with a custom collective, which allocates its own buffers")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move, cast or materialize: on the sharded parameters, whose flat shards are then made anew."""

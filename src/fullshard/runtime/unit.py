@@ -17,9 +17,11 @@ from fullshard.core.scaling import divide_factors
 from fullshard.runtime.collectives import Call, Pending, Transport, command_tag
 from fullshard.runtime.describe import Found
 from fullshard.runtime.device import BufferPool
+from fullshard.runtime.gradients import GradientFlow
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.shards import Member, Place, adopt_registered, reflatten, shard_parameters
+from fullshard.runtime.wishes import Wishes
 
 if TYPE_CHECKING:
     from fullshard.runtime.engine import Engine
@@ -39,10 +41,11 @@ class Shown(Enum):
 
 @dataclass(slots=True)
 class Links:
-    """Transports of a unit, made when its engine starts."""
+    """Transports of a unit, made when its engine starts. `shard` gathers and `reduce` sums over the shard axis."""
 
     pool: BufferPool
     shard: Transport
+    reduce: Transport
     replicate: Transport | None
     secondary: Transport | None
 
@@ -59,6 +62,7 @@ class Unit:
     Attributes:
         name: Qualified name in the engine's root; "" until the engine starts.
         index: Number in the engine; -1 until the engine starts.
+        wishes: What the user set beside the policies.
     """
 
     def __init__(
@@ -70,8 +74,7 @@ class Unit:
         self.precision = precision
         self.policy = policy
         self._engine: weakref.ref[Engine] | None = None
-        # Units that the user wants gathered when this one enters forward or backward; indices are known to an engine.
-        self.prefetch: dict[str, list[Unit]] = {}
+        self.wishes = Wishes()
         # Identities of the unit's modules: a reference to the modules would be a cycle.
         self.module_ids: set[int] = set()
         self.members, self.flows = shard_parameters(found, place, precision)
@@ -97,7 +100,7 @@ class Unit:
         for old, new in zip(self.flows, made.flows, strict=True):
             new.copy_held(old)
         made.policy = replace(self.policy, forward_prefetch=None, backward_prefetch=None)  # indices in an engine
-        made.prefetch = {}
+        made.wishes = replace(self.wishes, prefetch={}, schedule=dict(self.wishes.schedule))
         made.shown = Shown.SHARDED
         made.register_sharded()
         REGISTRY.note_copied(made, self)
@@ -173,9 +176,13 @@ class Unit:
 
     @property
     def links(self) -> Links:
-        """Transports; only after `start`."""
+        """Transports; only after `start`. What is in flight ends on those that it was started on."""
         assert self._links is not None, "the unit has no engine yet"
         return self._links
+
+    @links.setter
+    def links(self, links: Links) -> None:
+        self._links = links
 
     @property
     def full_bytes(self) -> int:
@@ -193,8 +200,10 @@ class Unit:
         return any(member.sharded.requires_grad for member in self.members)
 
     @property
-    def has_full_gradients(self) -> bool:
-        """Whether full gradients wait to be reduced."""
+    def has_gradients_to_reduce(self) -> bool:
+        """Whether full gradients wait to be reduced, or zeros in place of gradients that this backward did not make."""
+        if self.policy.reduce_unused and not all(flow.began for flow in self.flows):
+            return True
         return any(flow.has_full() for flow in self.flows)
 
     # Commands, one method each
@@ -254,7 +263,7 @@ class Unit:
         for number, flow in enumerate(self.flows):
             items = flow.begin(before)
             if items:
-                self._reducing.append(self.links.shard.reduce(items, self._call("reduce", _REDUCE, number)))
+                self._reducing.append(self.links.reduce.reduce(items, self._call("reduce", _REDUCE, number)))
 
     def wait_reduce(self) -> None:
         """The sums over the shard axis are made; without replicas they become the gradients."""
@@ -262,7 +271,7 @@ class Unit:
         for flow in self.flows:
             flow.end()
             if self.links.replicate is None:
-                flow.bind(self._divide_factors()[1])
+                self._bind(flow)
 
     def all_reduce(self) -> None:
         """Start to sum the reduced gradients over replicas."""
@@ -277,7 +286,7 @@ class Unit:
         """The sums over replicas are made and become the gradients."""
         self._wait_reducing()
         for flow in self.flows:
-            flow.bind(self._divide_factors()[1])
+            self._bind(flow)
 
     def discard(self) -> None:
         """Let reductions in flight end, and forget their results and all full gradients."""
@@ -324,6 +333,9 @@ class Unit:
                 pending.finish()
         finally:
             self._gathering.clear()
+
+    def _bind(self, flow: GradientFlow) -> None:
+        flow.bind(self._divide_factors()[1], self.wishes.after_reduce, self.policy.reduce_unused)
 
     def _divide_factors(self) -> tuple[float, float]:
         small = any(flow.sum_dtype == torch.float16 for flow in self.flows)

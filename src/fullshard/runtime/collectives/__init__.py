@@ -19,23 +19,29 @@ from fullshard.runtime.collectives.base import (
     time_limit,
     translate,
 )
+from fullshard.runtime.collectives.custom import AllGather, Custom, ReduceScatter, check_comm
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
 from fullshard.runtime.collectives.once import broadcast_from_first, exchange
 from fullshard.runtime.device import BufferPool, Streams
 
 __all__ = [
+    "AllGather",
     "Call",
+    "Custom",
     "Direct",
     "GatherItem",
     "Pending",
     "ReduceItem",
+    "ReduceScatter",
     "Transport",
     "broadcast_from_first",
     "check_agreement",
+    "check_comm",
     "command_tag",
     "exchange",
     "make_transport",
+    "separate_group",
     "sum_scalars",
     "translate",
 ]
@@ -53,9 +59,22 @@ def make_transport(
             f"transport='direct' needs the Gloo backend, but the group's backend for {device.type} is {backend!r}: "
             "use transport='torch' (or 'auto')"
         )
-    if name == "auto":
-        name = "direct" if backend == "gloo" else "torch"
-    return Direct(group, device, pool) if name == "direct" else Native(group, device, streams)
+    direct = name == "direct" or (name == "auto" and backend == "gloo")
+    return Direct(group, device, pool) if direct else Native(group, device, streams)
+
+
+def separate_group(name: str, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
+    """A second group of the same ranks, so that gathers and reductions need not wait for each other.
+
+    Returns:
+        None where transport `name` lets them pass each other anyway: direct exchange, whose messages carry tags.
+    """
+    if name == "direct" or (name == "auto" and group._get_backend(device).name() == "gloo"):
+        return None
+    # Local synchronization: ranks of other shard groups need not take part.
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return made
 
 
 def check_agreement(description: list[str], group: dist.ProcessGroup) -> None:

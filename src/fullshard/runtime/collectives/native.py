@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,20 @@ from fullshard.runtime.collectives.base import Call, GatherItem, Pending, Reduce
 from fullshard.runtime.device import GATHER, REDUCE, HostStreams, Streams
 
 
-class _Started:
+class Waiter(Protocol):
+    """What a wait needs to know of its transport."""
+
+    limit: timedelta
+    global_ranks: list[int]
+    streams: Streams
+
+
+class Started:
     """Works of one command; on an accelerator the event after them."""
 
-    def __init__(self, transport: Native, call: Call, then: Callable[[], None] | None = None) -> None:
+    def __init__(self, transport: Waiter, call: Call, then: Callable[[], None] | None = None) -> None:
         self._transport = transport
-        self._call = call
+        self.call = call
         self._then = then
         self.works: list[tuple[str, Any]] = []  # (parameter, work)
         # Tensors made for this command: an accelerator may still work on them until its event is joined.
@@ -32,6 +41,7 @@ class _Started:
         self._done = False
 
     def wait(self) -> None:
+        """See `Pending.wait`."""
         if self._done:
             return
         self._done = True
@@ -43,13 +53,14 @@ class _Started:
             except RuntimeError as error:
                 # A collective of the backend does not tell which of its ranks is missing.
                 where = f"rank {dist.get_rank()} waited for ranks {transport.global_ranks} (parameter {label!r})"
-                raise translate(error, self._call, where, transport.limit.total_seconds()) from error
+                raise translate(error, self.call, where, transport.limit.total_seconds()) from error
         transport.streams.join(self.event)
         self.keep.clear()
         if self._then is not None:
             self._then()
 
     def finish(self) -> None:
+        """See `Pending.finish`."""
         self._then = None
         self.wait()
 
@@ -76,7 +87,7 @@ class Native:
 
     def gather(self, items: list[GatherItem], call: Call) -> Pending:
         """See `Transport.gather`."""
-        started = _Started(self, call)
+        started = Started(self, call)
         if not items:
             return started
         with self._launch(GATHER, started):
@@ -94,7 +105,7 @@ class Native:
             for out, received in outs:
                 out.copy_(received[: out.numel()])
 
-        started = _Started(self, call, copy_out)
+        started = Started(self, call, copy_out)
         padded = [self._padded(item) for item in items]
         results = [self._result(item, outs) for item in items]
         started.keep += padded + results
@@ -106,13 +117,13 @@ class Native:
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
         """See `Transport.all_reduce`."""
-        started = _Started(self, call)
+        started = Started(self, call)
         with self._launch(REDUCE, started):
             started.works.append(("all", dist.all_reduce(tensor, group=self._group, async_op=True)))
         return started
 
     @contextmanager
-    def _launch(self, stream: str, started: _Started) -> Iterator[None]:
+    def _launch(self, stream: str, started: Started) -> Iterator[None]:
         """Issue on a side stream, coalesced into one launch where the backend can."""
         with self.streams.side(stream):
             if self._coalesces:
