@@ -111,9 +111,9 @@ def check_settings(rank: int) -> None:
     model.set_is_last_backward(True)
     model(batch(rank)).sum().backward()
     assert_at_rest(model)
-    with pytest.raises(TypeError, match="must be a bool here"):
+    with pytest.raises(ValueError, match="must be a bool here"):
         model.set_reshard_after_forward(2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="must be a positive finite number"):
         model.set_gradient_divide_factor(0.0)
     with pytest.raises(ValueError, match="reduces_in_flight must be at least 1"):
         model.set_reduce_scatter_max_input_buffers(0)

@@ -165,7 +165,7 @@ def check_states(rank: int) -> None:
     assert engine_of(copied).units[1].policy.forward_prefetch == (3,)
     part = deepcopy(copied.blocks[0])  # a unit without its neighbours
     torch.testing.assert_close(part(batch(rank)), copied.blocks[0](batch(rank)), rtol=0, atol=0)
-    assert part.__dict__["_fullshard"].unit.prefetch == {}
+    assert part.__dict__["_fullshard"].unit.wishes.prefetch == {}
 
 
 def test_copy_in_every_state(cluster: Cluster) -> None:
