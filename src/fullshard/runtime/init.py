@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.runtime.copying import ModuleMethod
+from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.storage import rows_first
 from fullshard.runtime.unit import Unit
@@ -144,3 +145,20 @@ def _check_can_reset(model: nn.Module) -> None:
             f"modules {cannot} hold parameters or buffers but have no reset_parameters method; "
             "pass init_fn to say how to initialize them"
         )
+
+
+def note_unfilled(buffers: dict[str, torch.Tensor], names: list[str]) -> None:
+    """Buffers of these names were on the meta device: remember those that have memory now, but no values."""
+    for name in names:
+        if not buffers[name].is_meta:
+            REGISTRY.unfilled[buffers[name]] = buffers[name]._version
+
+
+def mark_unfilled(parameters: list[nn.Parameter]) -> None:
+    """Parameters that were on the meta device and have memory now: NaN tells them from initialized ones."""
+    with torch.no_grad():
+        for parameter in parameters:
+            local = local_of(parameter)
+            if not local.is_meta and local.is_floating_point():
+                local.fill_(torch.nan)
+                REGISTRY.marked.add(id(parameter))

@@ -20,10 +20,9 @@ from fullshard.runtime.build import find_engine
 from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, separate_group
 from fullshard.runtime.copying import deepcopy_module
 from fullshard.runtime.device import on_stream
-from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks
-from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.init import mark_unfilled, note_unfilled
 from fullshard.runtime.unit import Unit
 
 # Where a sharded module carries its `Handle`.
@@ -375,23 +374,6 @@ class FSDPModule:
             "belong to the process groups of this run. Save its state_dict(): by torch.distributed.checkpoint.save, "
             "which writes every rank's part, or on one rank after value.full_tensor() of each value on all ranks"
         )
-
-
-def note_unfilled(buffers: dict[str, torch.Tensor], names: list[str]) -> None:
-    """Buffers of these names were on the meta device: remember those that have memory now, but no values."""
-    for name in names:
-        if not buffers[name].is_meta:
-            REGISTRY.unfilled[buffers[name]] = buffers[name]._version
-
-
-def mark_unfilled(parameters: list[nn.Parameter]) -> None:
-    """Parameters that were on the meta device and have memory now: NaN tells them from initialized ones."""
-    with torch.no_grad():
-        for parameter in parameters:
-            local = local_of(parameter)
-            if not local.is_meta and local.is_floating_point():
-                local.fill_(torch.nan)
-                REGISTRY.marked.add(id(parameter))
 
 
 def unit_of(module: Any) -> Unit:
