@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from fullshard.core.policy import AfterForward
+from fullshard.core.policy import AfterForward, UnitPolicy
 
 
 class ShardingStrategy(Enum):
@@ -61,6 +61,11 @@ class Rules:
     axes: Axes
     after_forward: AfterForward
     keep_after_backward: bool = False
+
+    @property
+    def policy(self) -> UnitPolicy:
+        """Settings of a unit."""
+        return UnitPolicy(self.after_forward, self.keep_after_backward)
 
 
 RULES: dict[ShardingStrategy, Rules] = {

@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fullshard.core.policy import after_forward
+from fullshard.core.policy import UnitPolicy, after_forward
+from fullshard.core.strategy import RULES, ShardingStrategy
 from fullshard.errors import AlreadyShardedError
 from fullshard.runtime.build import build_unit, make_place
 from fullshard.runtime.copying import ModuleMethod
 from fullshard.runtime.device import make_streams
 from fullshard.runtime.hooks import UnitHooks
+from fullshard.runtime.meshes import strategy_mesh, warn_if_not_hybrid
 from fullshard.runtime.module import HANDLE, FSDPModule, attach, sharded_class, unit_of
 from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 
@@ -34,6 +36,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     transport: str = "auto",
+    sharding_strategy: ShardingStrategy | None = None,
 ) -> _Modules:
     """Shard the parameters of a module over the data-parallel ranks, in place.
 
@@ -52,6 +55,8 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are: not sharded, not moved, gradients not reduced.
         transport: "direct" (send and receive), "torch" (the backend's collectives), or "auto": direct on Gloo.
+        sharding_strategy: A name for mesh axes and `reshard_after_forward` together, and more (NO_SHARD, ZERO1); see
+            `ShardingStrategy`. Not together with `reshard_after_forward`.
 
     Returns:
         The module (or list), now also an instance of `FSDPModule`. Its parameters are `DTensor`s.
@@ -62,16 +67,34 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     """
     modules = _validate_modules(module)
     precision = MixedPrecisionPolicy.accept(mp_policy)
+    policy = None
+    if sharding_strategy is not None:
+        mesh, policy = _by_strategy(sharding_strategy, mesh, reshard_after_forward)
     place = make_place(mesh, transport, reshard_after_forward)
     OffloadPolicy.check(offload_policy, place.device)
-    after = after_forward(reshard_after_forward, place.world.size)
-    unit = build_unit(modules, place, precision, after, (shard_placement_fn, set(ignored_params or ())))
+    policy = policy or UnitPolicy(after_forward(reshard_after_forward, place.world.size))
+    unit = build_unit(modules, place, precision, policy, (shard_placement_fn, set(ignored_params or ())))
     attach(modules, unit, call_site(depth=2))
     for each in modules:
         original: Any = type(each)
         # Past a __setattr__ of the user's class.
         object.__setattr__(each, "__class__", sharded_class(original))
     return module
+
+
+def _by_strategy(
+    strategy: ShardingStrategy, mesh: DeviceMesh | None, reshard_after_forward: bool | int | None
+) -> tuple[DeviceMesh, UnitPolicy]:
+    """Mesh and settings of a unit that is sharded by a strategy."""
+    strategy = ShardingStrategy.accept(strategy)
+    if reshard_after_forward is not None:
+        raise ValueError(
+            f"sharding_strategy={strategy.name} already says when full parameters are freed; leave out "
+            f"reshard_after_forward={reshard_after_forward}"
+        )
+    made = strategy_mesh(strategy, None, mesh)
+    warn_if_not_hybrid(strategy, made, stacklevel=3)
+    return made, RULES[strategy].policy
 
 
 def _validate_modules(module: object) -> list[nn.Module]:

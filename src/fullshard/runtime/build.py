@@ -17,6 +17,7 @@ from fullshard.runtime.device import default_device_type
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.init import wrap_reset_parameters
+from fullshard.runtime.meshes import ensure_process_group
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.shards import Member, Place
@@ -28,7 +29,7 @@ def make_place(mesh: DeviceMesh | None, transport: str, reshard_after_forward: b
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
     if mesh is None:
-        _ensure_process_group()
+        ensure_process_group()
         mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     _check_mesh(mesh)
     replicas = mesh.size(0) if mesh.ndim == 2 else 1
@@ -39,19 +40,6 @@ def make_place(mesh: DeviceMesh | None, transport: str, reshard_after_forward: b
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return Place(mesh, world, device, transport, _secondary_group(mesh, reshard_after_forward))
-
-
-def _ensure_process_group() -> None:
-    """Under torchrun a script need not make the default group itself."""
-    if dist.is_initialized():
-        return
-    try:
-        dist.init_process_group()
-    except ValueError as error:
-        raise ValueError(
-            "fully_shard needs a process group: start the script with torchrun, call "
-            f"torch.distributed.init_process_group first, or pass a mesh ({error})"
-        ) from error
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -81,7 +69,7 @@ def build_unit(
     modules: list[nn.Module],
     place: Place,
     precision: MixedPrecisionPolicy,
-    after: AfterForward,
+    policy: UnitPolicy,
     select: tuple[PlacementFn | None, set[nn.Parameter]],
 ) -> Unit:
     """Shard what the modules hold and no other unit has.
@@ -90,7 +78,7 @@ def build_unit(
         modules: The modules of the unit.
         place: Ranks and device.
         precision: Dtypes.
-        after: What becomes of full parameters after forward.
+        policy: Settings of the unit.
         select: The user's `shard_placement_fn` and `ignored_params`.
     """
     placement_fn, ignored = select
@@ -99,7 +87,7 @@ def build_unit(
         _refuse_foreign(item)
     _claim_tied(found, modules)
     _move_buffers(modules, place.device)
-    unit = Unit(found, place, precision, UnitPolicy(after_forward=after))
+    unit = Unit(found, place, precision, policy)
     unit.module_ids = {id(module) for module in modules}
     REGISTRY.note_sharded(unit, [item.parameter for item in found])
     _let_reset_see_full(modules, found)

@@ -20,6 +20,19 @@ Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 _HYBRID_NAMES = ("replicate", "shard")
 
 
+def ensure_process_group() -> None:
+    """Under torchrun a script need not make the default group itself."""
+    if dist.is_initialized():
+        return
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        raise ValueError(
+            "sharding needs a process group: start the script with torchrun, call "
+            f"torch.distributed.init_process_group first, or pass a mesh ({error})"
+        ) from error
+
+
 def strategy_mesh(
     strategy: ShardingStrategy, groups: Groups | None, mesh: DeviceMesh | None, device_type: str | None = None
 ) -> DeviceMesh:
@@ -39,11 +52,7 @@ def strategy_mesh(
     """
     if groups is not None and mesh is not None:
         raise ValueError("process_group and device_mesh say the same thing in two ways; pass only one of them")
-    if not dist.is_initialized():
-        raise ValueError(
-            "sharding needs a process group: call torch.distributed.init_process_group first (torchrun sets what it "
-            "needs)"
-        )
+    ensure_process_group()
     axes = RULES[strategy].axes
     device_type = device_type or default_device_type()
     if axes is Axes.HYBRID:

@@ -5,6 +5,10 @@ Autograd saves views of full parameters; a saved view holds the *storage object*
 for life. To free it, its memory is taken away (`BufferPool.drain`); to gather again, memory is put back (`fill`).
 Writes go through tensors that share the storage but not the version counter of the parameters, so that refilling does
 not look to autograd like a forbidden in-place change.
+
+[Note: one copy on a shard axis of size 1]
+There the flat shard holds whole parameters, in the order of the full buffer. If they are computed with in the dtype in
+which they are stored, the full parameters are views of the flat shard: gathers copy nothing, and nothing is freed.
 """
 
 from __future__ import annotations
@@ -124,6 +128,7 @@ class FlatBuffers:
         self.full: list[torch.nn.Parameter] = []
         self._local_views = {region.index: self._local_view(region) for region in layout.regions}
         self._dtype = shard.dtype
+        self._is_alias = False  # the full parameters view the flat shard
         self._storage = torch.UntypedStorage(0, device="cpu")
         self._places: list[torch.Tensor] = []
         self._primary: GatherPlan | None = None
@@ -144,13 +149,13 @@ class FlatBuffers:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full buffer."""
-        return self.layout.full_numel * self._dtype.itemsize
+        """Bytes of the full buffer; none if it is the flat shard."""
+        return 0 if self._is_alias else self.layout.full_numel * self._dtype.itemsize
 
     @property
     def is_full(self) -> bool:
-        """Whether the full buffer holds memory."""
-        return self._storage.nbytes() > 0
+        """Whether the full buffer holds memory of its own."""
+        return not self._is_alias and self._storage.nbytes() > 0
 
     def build(self, pool: BufferPool, compute_dtype: torch.dtype) -> None:
         """Make the full parameters and every view that a gather needs, once; the buffer stays empty.
@@ -162,12 +167,18 @@ class FlatBuffers:
         if self.full:
             return
         self._dtype = compute_dtype
+        ordered = sorted(self.layout.regions, key=lambda region: region.index)
+        self._is_alias = self.world.size == 1 and compute_dtype == self.shard.dtype
+        if self._is_alias:
+            self._storage = self.shard.untyped_storage()
+            with torch.inference_mode(False), torch.no_grad():
+                self.full = [self._build_full(region) for region in ordered]
+            return
         self._storage = torch.UntypedStorage(0, device=self.shard.device)
         with torch.inference_mode(False), torch.no_grad():
             pool.fill(self._storage, self.full_bytes)
             whole = torch.empty(0, dtype=compute_dtype, device=self.shard.device)
             whole.set_(self._storage, 0, (self.layout.full_numel,), (1,))
-            ordered = sorted(self.layout.regions, key=lambda region: region.index)
             self._places = [
                 whole.narrow(0, region.full_offset, region.chunk_numel * self.layout.size) for region in ordered
             ]
@@ -187,6 +198,8 @@ class FlatBuffers:
 
     def begin_gather(self, pool: BufferPool, secondary: bool = False) -> list[GatherItem]:
         """Put memory under the full buffer and this rank's rows into it; returns what has to be exchanged."""
+        if self._is_alias:
+            return []
         self._gathering = self._secondary if secondary else self._primary
         assert self._gathering is not None
         pool.fill(self._storage, self.full_bytes)
@@ -206,7 +219,7 @@ class FlatBuffers:
             self._gathering.drop()
             self._gathering = None
         self._secondary = None
-        if self._storage.nbytes():
+        if self.is_full:
             pool.drain(self._storage)
 
     def shrink(self, pool: BufferPool, size: int, rank: int) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.core.strategy import ShardingStrategy
-from fullshard.runtime.device import default_device_type
 from fullshard.runtime.meshes import Groups
 from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision
 from fullshard.wrapper.wrap import WrapPolicy, _Policy
@@ -68,12 +67,12 @@ class Arguments:
         return dataclasses.replace(self, **changes)
 
     @property
-    def device_type(self) -> str:
-        """Type of the device to train on."""
+    def device_type(self) -> str | None:
+        """Type of the device to train on, or None if that follows from the process group."""
         if self.device_mesh is not None:
             return self.device_mesh.device_type
         if self.device_id is None:
-            return default_device_type()
+            return None
         if isinstance(self.device_id, torch.device):
             return self.device_id.type
         accelerator = torch.accelerator.current_accelerator()

@@ -156,8 +156,7 @@ class FullyShardedDataParallel(FSDPModule, Transparent):
         self.stand_for(module)
         rules = RULES[arguments.sharding_strategy]
         precision = MixedPrecisionPolicy.accept(mixed.policy())
-        unit = build_unit([self], place, precision, rules.after_forward, (None, left.parameters()))
-        unit.policy = replace(unit.policy, keep_after_backward=rules.keep_after_backward)
+        unit = build_unit([self], place, precision, rules.policy, (None, left.parameters()))
         attach([self], unit, site)
 
     # As the wrapped module
