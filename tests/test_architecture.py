@@ -38,7 +38,7 @@ STANDARD_LIBRARY_ONLY = ("errors", "core")
 FORBIDDEN_ENGINES = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel", "deepspeed")
 
 # Signatures that copy a public function of torch, argument by argument.
-MANY_ARGUMENTS = frozenset({"fully_shard", "FullyShardedDataParallel.__init__"})
+MANY_ARGUMENTS = frozenset({"fully_shard", "FullyShardedDataParallel.__init__", "ShardedGradScaler.__init__"})
 
 COLLECTIVES = re.compile(
     r"(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast|gather|scatter|reduce|barrier|monitored_barrier"

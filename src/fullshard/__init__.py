@@ -14,7 +14,9 @@ from fullshard.runtime.clip import clip_grad_norm_
 from fullshard.runtime.collectives import AllGather, ReduceScatter
 from fullshard.runtime.init import materialize
 from fullshard.runtime.module import FSDPModule, UnshardHandle
+from fullshard.runtime.optimizers import split_param_groups
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.runtime.scaler import ShardedGradScaler
 from fullshard.runtime.summon import full_parameters, use_parameters
 from fullshard.runtime.whole import full_tensor
 from fullshard.wrapper.settings import (
@@ -58,6 +60,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ReduceScatter",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -72,5 +75,6 @@ __all__ = [
     "materialize",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "split_param_groups",
     "use_parameters",
 ]

@@ -19,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fullshard.core.lifecycle import State
 from fullshard.core.schedule import Event, EventKind
-from fullshard.errors import MisuseError, StaleOptimizerError
+from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
+from fullshard.runtime.optimizers import check_optimizer
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
 from fullshard.runtime.unit import Shown, Unit
@@ -62,6 +63,7 @@ class UnitHooks:
         memo[id(self)] = made
         made._unit = copy.deepcopy(self._unit, memo)
         made.engine, made._ran, made._pending = None, set(), 0
+        REGISTRY.hooks[made._unit] = weakref.ref(made)
         REGISTRY.hooks[made._unit] = weakref.ref(made)
         return made
 
@@ -311,19 +313,7 @@ def hide_when_loading(module: nn.Module, hidden: str) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse to step on parameters that sharding took out of the model: they would never train, in silence."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if REGISTRY.checked_optimizers.get(optimizer) == len(parameters):
-        return
-    for parameter in parameters:
-        found = REGISTRY.unit_that_replaced(parameter)
-        if found is not None:
-            raise StaleOptimizerError(
-                f"this {type(optimizer).__name__} was built before fully_shard: it holds the unsharded parameter "
-                f"{found[1]!r}, which the model no longer uses, so training would change nothing. "
-                "Build the optimizer after sharding, from model.parameters()."
-            )
-    REGISTRY.checked_optimizers[optimizer] = len(parameters)
+    check_optimizer(optimizer)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

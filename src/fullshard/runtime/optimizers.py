@@ -1,0 +1,106 @@
+"""What optimizers must know of sharded parameters: which of them cannot work on shards, and groups of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.errors import MisuseError, StaleOptimizerError
+from fullshard.runtime.registry import REGISTRY
+
+# Optimizers whose update of one element depends on others of the same parameter in a way that torch does not compute on
+# shards (it raises in the middle of a step, or rounds otherwise than unsharded), and what to do.
+_NEEDS_WHOLE = {
+    torch.optim.Muon: "orthogonalizes whole matrices. Leave these parameters unsharded (ignored_params), or use an "
+    "optimizer that gathers each gradient by grad.full_tensor() and writes back its own rows",
+    torch.optim.Adafactor: "keeps means of whole rows and columns. Use AdamW, or leave these parameters unsharded",
+    torch.optim.Rprop: "writes by index, which torch cannot do on sharded tensors. Use Adam or SGD",
+}
+_NO_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what would train nothing, in silence, or fail in the middle of a step. Looks once at each optimizer.
+
+    Raises:
+        StaleOptimizerError: It holds parameters from before sharding.
+        MisuseError: It cannot update sharded parameters.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if REGISTRY.checked_optimizers.get(optimizer) == len(parameters):
+        return
+    _refuse_stale(optimizer, parameters)
+    if any(REGISTRY.owner(parameter) is not None for parameter in parameters):
+        _refuse_unsuited(optimizer, parameters)
+        for group in optimizer.param_groups:
+            _refuse_mixed(optimizer, group)
+    REGISTRY.checked_optimizers[optimizer] = len(parameters)
+
+
+def _refuse_stale(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        found = REGISTRY.unit_that_replaced(parameter)
+        if found is not None:
+            raise StaleOptimizerError(
+                f"this {type(optimizer).__name__} was built before fully_shard: it holds the unsharded parameter "
+                f"{found[1]!r}, which the model no longer uses, so training would change nothing. "
+                "Build the optimizer after sharding, from model.parameters()."
+            )
+
+
+def _refuse_unsuited(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    kind: Any = type(optimizer)  # exactly: a subclass may have been written for shards
+    if kind in _NEEDS_WHOLE:
+        raise MisuseError(f"torch.optim.{kind.__name__} cannot update sharded parameters: it {_NEEDS_WHOLE[kind]}.")
+    if kind is torch.optim.LBFGS and (uneven := next((p for p in parameters if _is_uneven(p)), None)) is not None:
+        raise MisuseError(
+            "torch.optim.LBFGS cannot update sharded parameters that do not divide evenly over the ranks, such as one "
+            f"of shape {tuple(uneven.shape)}: it makes one vector of all gradients. Use sizes that divide, or another "
+            "optimizer."
+        )
+
+
+def _is_uneven(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    places = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return any(isinstance(place, Shard) and parameter.shape[place.dim] % size for place, size in places)
+
+
+def _refuse_mixed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    if group.get("fused") and type(optimizer) in _NO_FUSED:
+        raise MisuseError(
+            f"torch has no fused {name} for sharded parameters; make it with foreach=True in place of fused=True"
+        )
+    sharded = sum(isinstance(parameter, DTensor) for parameter in group["params"])
+    if 0 < sharded < len(group["params"]) and (group.get("fused") or group.get("foreach")):
+        raise MisuseError(
+            f"a parameter group of this {name} mixes {sharded} sharded parameters with "
+            f"{len(group['params']) - sharded} plain ones (ignored by fully_shard), which foreach and fused kernels "
+            "cannot update together. Give each kind its own group: "
+            f"torch.optim.{name}(fullshard.split_param_groups(model.parameters()), ...)"
+        )
+
+
+def split_param_groups(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of one kind each, sharded or plain, for optimizers with `foreach=True` or `fused=True`.
+
+    Args:
+        params: What an optimizer takes: parameters, or groups of them with their settings.
+
+    Returns:
+        The same groups with the same settings, in order; one that holds both kinds becomes two.
+    """
+    items: list[Any] = list(params)
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    made = []
+    for group in groups:
+        kinds: dict[bool, list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        made += [{**group, "params": parameters} for parameters in kinds.values()]
+    return made
