@@ -13,7 +13,7 @@ from fullshard.core.layout import FlatLayout, Region, align
 from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import ReduceItem
 from fullshard.runtime.dtensors import local_of, sharded_like
-from fullshard.runtime.storage import FlatBuffers, rows_first
+from fullshard.runtime.storage import FlatBuffers, in_rank_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class GradientFlow:
             return None
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        flat = rows_first(gradient.detach(), self.buffers.specs[i]).contiguous().view(-1)
+        flat = in_rank_order(gradient.detach(), self.buffers.specs[i], self.buffers.layout.size)
         return flat.to(self._wire_dtype())
 
     def _wire_dtype(self) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.runtime.copying import ModuleMethod
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.storage import rows_first
+from fullshard.runtime.storage import rows_of
 from fullshard.runtime.unit import Unit
 
 
@@ -54,18 +54,14 @@ def _rows(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """This rank's rows in a full tensor."""
     _, flow, region = _place_of(parameter)
     spec, world = flow.buffers.specs[region.index], flow.buffers.world
-    if spec.replicated:
-        return full
-    start, stop = region.rank_rows(world.size, world.rank)
-    return rows_first(full, spec)[start:stop]
+    return rows_of(full, spec, *region.rank_rows(world.size, world.rank))
 
 
 def _own(parameter: nn.Parameter) -> torch.Tensor:
     """The flat shard's rows of a parameter, in the shape of `_rows`."""
     _, flow, region = _place_of(parameter)
-    spec = flow.buffers.specs[region.index]
-    local = flow.buffers.local(region)
-    return local if spec.replicated else rows_first(local, spec)
+    local: torch.Tensor = flow.buffers.local(region)
+    return local
 
 
 def _full_with_own_rows(parameter: nn.Parameter) -> nn.Parameter:

@@ -20,7 +20,7 @@ from fullshard.runtime.describe import Found, Slot
 from fullshard.runtime.dtensors import local_of, set_local
 from fullshard.runtime.gradients import GradientFlow
 from fullshard.runtime.policy import MixedPrecisionPolicy
-from fullshard.runtime.storage import FlatBuffers, rows_first
+from fullshard.runtime.storage import FlatBuffers, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,7 @@ def _copy_rows(buffers: FlatBuffers, region: Region, value: torch.Tensor) -> Non
     spec, world = buffers.specs[region.index], buffers.world
     start, stop = region.rank_rows(world.size, world.rank)
     with torch.no_grad():
-        if spec.replicated:
-            buffers.local(region).copy_(value)
-        else:
-            rows_first(buffers.local(region), spec).copy_(rows_first(value.detach(), spec)[start:stop])
+        buffers.local(region).copy_(rows_of(value.detach(), spec, start, stop))
 
 
 def _sharded_parameter(buffers: FlatBuffers, region: Region, place: Place, like: nn.Parameter) -> nn.Parameter:

@@ -17,36 +17,78 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.core.layout import FlatLayout, Region, plan_layout
+from fullshard.core.layout import FlatLayout, Region, chunk_rows, plan_layout
 from fullshard.core.spec import ParamSpec, World
 from fullshard.runtime.collectives import GatherItem
 from fullshard.runtime.device import BufferPool
 
 
-def rows_first(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-    """A parameter or gradient with its sharded dim moved to the front, as the buffers store it."""
-    return tensor if spec.shard_dim == 0 else tensor.movedim(spec.shard_dim, 0)
+def rows_of(tensor: torch.Tensor, spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of a parameter or gradient along its sharded dim, a view with the dims in their own order."""
+    return tensor if spec.replicated else tensor.narrow(spec.shard_dim, start, stop - start)
 
 
-def rows_shape(spec: ParamSpec, rows: int) -> list[int]:
-    """Shape of `rows` rows of a parameter, sharded dim first."""
-    return [rows, *(size for dim, size in enumerate(spec.shape) if dim != spec.shard_dim)]
+def shape_of_rows(spec: ParamSpec, rows: int) -> list[int]:
+    """Shape of `rows` rows of a parameter."""
+    return [rows if dim == spec.shard_dim else size for dim, size in enumerate(spec.shape)]
 
 
-def as_parameter(flat: torch.Tensor, spec: ParamSpec, rows: int) -> torch.Tensor:
-    """View a 1-D range of a buffer as `rows` rows of a parameter, dims in the parameter's own order.
+def in_rank_order(tensor: torch.Tensor, spec: ParamSpec, size: int) -> torch.Tensor:
+    """A parameter or gradient, 1-D: the rows of rank 0, then those of rank 1, each contiguous.
 
-    Sharded on a dim other than 0, the view is not contiguous: the buffers keep its rows contiguous instead.
+    That is how it lies in memory anyway if it is sharded on dim 0; on another dim it is copied.
     """
-    if spec.replicated:
-        return flat.view(())
-    view = flat.view(rows_shape(spec, rows))
-    return view if spec.shard_dim == 0 else view.movedim(0, spec.shard_dim)
+    if spec.shard_dim == 0:
+        return tensor.contiguous().view(-1)
+    pieces = tensor.split(max(1, chunk_rows(spec.rows, size)), spec.shard_dim)
+    return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def local_range(flat: torch.Tensor, region: Region, size: int, rank: int) -> torch.Tensor:
     """The rows of `rank` of one parameter, 1-D, in a flat shard."""
     return flat.narrow(0, region.shard_offset, region.rank_numel(size, rank))
+
+
+class _Scattered:
+    """A parameter sharded on a dim other than 0: the rows of a rank lie in many places of the full parameter.
+
+    They arrive beside the full buffer, as one block a rank, and are copied into their places. So the full parameter and
+    this rank's part of it are both contiguous, and `weight.view(-1)` works as it did before sharding.
+
+    Args:
+        region: Its place.
+        spec: Shape and dim.
+        whole: The full parameter, 1-D, as a view of the full buffer.
+    """
+
+    def __init__(self, region: Region, spec: ParamSpec, whole: torch.Tensor) -> None:
+        self.region = region
+        self.name = spec.name
+        self._rows = whole.view(spec.shape).split(max(1, region.chunk), spec.shard_dim)
+        self._staging: torch.Tensor | None = None  # [size * chunk_numel], alive during a gather of a large parameter
+
+    def begin(self, own: torch.Tensor, rank: int, size: int) -> GatherItem:
+        """Memory for the blocks, with this rank's in it."""
+        chunk = self.region.chunk_numel
+        self._staging = self._rows[0].new_empty(size * chunk)
+        self._staging.narrow(0, rank * chunk, own.numel()).copy_(own)
+        return GatherItem(self.name, self._staging, chunk, self.region.rows * self.region.row_numel)
+
+    def end(self, bucket: torch.Tensor | None) -> None:
+        """All blocks are here, or in `bucket` if they were packed, shape [size, packed_numel]."""
+        start, chunk = self.region.shard_offset, self.region.chunk_numel
+        for rank, rows in enumerate(self._rows):
+            if self._staging is not None:
+                block = self._staging.narrow(0, rank * chunk, rows.numel())
+            else:
+                assert bucket is not None
+                block = bucket[rank].narrow(0, start, rows.numel())
+            rows.copy_(block.view(rows.shape))
+        self._staging = None
+
+    def drop(self) -> None:
+        """The gather was given up."""
+        self._staging = None
 
 
 class GatherPlan:
@@ -57,11 +99,16 @@ class GatherPlan:
         rank: This rank in that group.
         source: Flat shard with that layout.
         places: Per parameter its padded range of the full buffer, 1-D.
-        names: Parameter names, for messages.
+        specs: The parameters.
     """
 
     def __init__(
-        self, layout: FlatLayout, rank: int, source: torch.Tensor, places: list[torch.Tensor], names: list[str]
+        self,
+        layout: FlatLayout,
+        rank: int,
+        source: torch.Tensor,
+        places: list[torch.Tensor],
+        specs: Sequence[ParamSpec],
     ) -> None:
         self.layout = layout
         self.source = source
@@ -70,44 +117,57 @@ class GatherPlan:
         self._own_chunks: list[torch.Tensor] = []  # this rank's rows of large parameters, in the full buffer
         self._own_shards: list[torch.Tensor] = []  # the same rows, in the flat shard
         self._items: list[GatherItem] = []
-        self._unpacked: list[torch.Tensor] = []  # small parameters in the full buffer, [size, chunk_numel] each
+        self._packed: list[Region] = []
+        self._unpacked: list[torch.Tensor] = []  # those in the full buffer, [size, chunk_numel] each
+        self._scattered: list[_Scattered] = []
         self._bucket: torch.Tensor | None = None  # [size, packed_numel], alive during a gather
         for region in layout.regions:
+            spec = specs[region.index]
             place = places[region.index].narrow(0, 0, region.chunk_numel * layout.size)
-            if region.packed:
+            if spec.shard_dim:
+                self._scattered.append(_Scattered(region, spec, place.narrow(0, 0, spec.numel)))
+            elif region.packed:
+                self._packed.append(region)
                 self._unpacked.append(place.view(layout.size, region.chunk_numel))
-                continue
-            own = local_range(source, region, layout.size, rank)
-            self._own_shards.append(own)
-            self._own_chunks.append(place.narrow(0, rank * region.chunk_numel, own.numel()))
-            numel = region.rows * region.row_numel
-            self._items.append(GatherItem(names[region.index], place, region.chunk_numel, numel))
+            else:
+                own = local_range(source, region, layout.size, rank)
+                self._own_shards.append(own)
+                self._own_chunks.append(place.narrow(0, rank * region.chunk_numel, own.numel()))
+                self._items.append(GatherItem(spec.name, place, region.chunk_numel, spec.numel))
 
     def begin(self) -> list[GatherItem]:
         """Put this rank's rows into the full buffer, which holds memory; returns what has to be exchanged."""
         if self._own_chunks:
             # The only bulk pass, over 1/N of the parameters; where dtypes differ it is the cast.
             torch._foreach_copy_(self._own_chunks, self._own_shards)
+        items = self._items + [
+            each.begin(local_range(self.source, each.region, self.layout.size, self._rank), self._rank, self.layout.size)
+            for each in self._scattered
+            if not each.region.packed
+        ]
         packed = self.layout.packed_numel
         if not packed:
-            return self._items
+            return items
         size = self.layout.size
         self._bucket = self.source.new_empty(size, packed, dtype=self._dtype)
         self._bucket[self._rank].copy_(self.source[:packed])
-        return [*self._items, GatherItem("small parameters", self._bucket.view(-1), packed, size * packed)]
+        return [*items, GatherItem("small parameters", self._bucket.view(-1), packed, size * packed)]
 
     def end(self) -> None:
-        """The exchange is complete: put the small parameters into their places."""
-        if self._bucket is None:
-            return
-        packed = (region for region in self.layout.regions if region.packed)
-        sources = [self._bucket.narrow(1, region.shard_offset, region.chunk_numel) for region in packed]
-        torch._foreach_copy_(self._unpacked, sources)
+        """The exchange is complete: put the small parameters, and rows that lie in many places, into their places."""
+        bucket = self._bucket
+        if bucket is not None and self._packed:
+            sources = [bucket.narrow(1, region.shard_offset, region.chunk_numel) for region in self._packed]
+            torch._foreach_copy_(self._unpacked, sources)
+        for each in self._scattered:
+            each.end(bucket)
         self._bucket = None
 
     def drop(self) -> None:
         """The exchange was given up."""
         self._bucket = None
+        for each in self._scattered:
+            each.drop()
 
 
 class FlatBuffers:
@@ -138,9 +198,8 @@ class FlatBuffers:
     def _local_view(self, region: Region) -> tuple[torch.Size, tuple[int, ...]]:
         """Shape and stride of this rank's rows of a parameter in a flat shard."""
         start, stop = region.rank_rows(self.world.size, self.world.rank)
-        rows = torch.empty((stop - start) * region.row_numel, device="meta")
-        view = as_parameter(rows, self.specs[region.index], stop - start)
-        return view.shape, view.stride()
+        rows = torch.empty(shape_of_rows(self.specs[region.index], stop - start), device="meta")
+        return rows.shape, rows.stride()
 
     def local(self, region: Region, flat: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of a parameter in its own shape, from the flat shard (or `flat`, which has its offsets)."""
@@ -183,7 +242,7 @@ class FlatBuffers:
                 whole.narrow(0, region.full_offset, region.chunk_numel * self.layout.size) for region in ordered
             ]
             self.full = [self._build_full(region) for region in ordered]
-            self._primary = GatherPlan(self.layout, self.world.rank, self.shard, self._places, self._names())
+            self._primary = GatherPlan(self.layout, self.world.rank, self.shard, self._places, self.specs)
             pool.drain(self._storage)
 
     def _build_full(self, region: Region) -> torch.nn.Parameter:
@@ -191,10 +250,7 @@ class FlatBuffers:
         flat = torch.empty(0, dtype=self._dtype, device=self.shard.device)
         # `set_` on a new tensor, not a view of the places: this one must have a version counter of its own.
         flat.set_(self._storage, region.full_offset, (spec.numel,), (1,))
-        return torch.nn.Parameter(as_parameter(flat, spec, region.rows), requires_grad=False)
-
-    def _names(self) -> list[str]:
-        return [spec.name for spec in self.specs]
+        return torch.nn.Parameter(flat.view(spec.shape), requires_grad=False)
 
     def begin_gather(self, pool: BufferPool, secondary: bool = False) -> list[GatherItem]:
         """Put memory under the full buffer and this rank's rows into it; returns what has to be exchanged."""
@@ -229,9 +285,10 @@ class FlatBuffers:
             source = self._places[0].new_empty(layout.shard_numel)
             for region in layout.regions:
                 start, stop = region.rank_rows(size, rank)
-                rows = self._places[region.index][start * region.row_numel : stop * region.row_numel]
-                local_range(source, region, size, rank).copy_(rows)
+                spec = self.specs[region.index]
+                rows = rows_of(self._places[region.index][: spec.numel].view(spec.shape), spec, start, stop)
+                local_range(source, region, size, rank).view(rows.shape).copy_(rows)
             # Before the memory goes: views of an empty storage cannot be made.
-            plan = GatherPlan(layout, rank, source, self._places, self._names())
+            plan = GatherPlan(layout, rank, source, self._places, self.specs)
             self.release(pool)
             self._secondary = plan
