@@ -15,6 +15,7 @@ from fullshard.runtime.collectives import AllGather, ReduceScatter
 from fullshard.runtime.init import materialize
 from fullshard.runtime.module import FSDPModule, UnshardHandle
 from fullshard.runtime.optimizers import split_param_groups
+from fullshard.runtime.place import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.runtime.scaler import ShardedGradScaler
 from fullshard.runtime.summon import full_parameters, use_parameters
@@ -48,10 +49,13 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -60,6 +64,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ReduceScatter",
+    "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

@@ -55,7 +55,9 @@ def check_arguments(rank: int) -> None:
         MixedPrecisionPolicy(param_dtype=torch.int8)
     with pytest.raises(TypeError, match="offload_policy must be an OffloadPolicy, got bool"):
         fully_shard(linear, offload_policy=True)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="must return a Shard or None, got 1 for parameter 'weight'"):
+    with pytest.raises(
+        TypeError, match="must return a Shard, a ShardPlacementResult or None, got 1 for parameter 'weight'"
+    ):
         fully_shard(linear, shard_placement_fn=lambda _: 1)  # type: ignore[call-overload, return-value]
     with pytest.raises(ValueError, match="the dim must be from 0 to 1"):
         fully_shard(linear, shard_placement_fn=lambda _: Shard(5))

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from fullshard.core.policy import UnitPolicy, after_forward
 from fullshard.core.strategy import RULES, ShardingStrategy
 from fullshard.errors import AlreadyShardedError
-from fullshard.runtime.build import build_unit, make_place
+from fullshard.runtime.build import build_unit
 from fullshard.runtime.copying import ModuleMethod
+from fullshard.runtime.describe import PlacementFn
 from fullshard.runtime.device import make_streams
 from fullshard.runtime.hooks import UnitHooks
 from fullshard.runtime.meshes import strategy_mesh, warn_if_not_hybrid
 from fullshard.runtime.module import HANDLE, FSDPModule, attach, sharded_class, unit_of
+from fullshard.runtime.place import DataParallelMeshDims, make_place
 from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 
 # A module, or a list of modules that form one unit; what goes in comes out.
@@ -31,10 +32,11 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     transport: str = "auto",
     sharding_strategy: ShardingStrategy | None = None,
 ) -> _Modules:
@@ -50,10 +52,12 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         reshard_after_forward: True frees the full parameters after forward; False keeps them for backward; None is
             False for the root while a backward follows and True otherwise; an int n keeps a shard over groups of n
             consecutive ranks, so that the gather of backward stays within them (1 is False, all ranks is True).
-        shard_placement_fn: For each parameter the `Shard(dim)` to use, or None for dim 0.
+        shard_placement_fn: For each parameter the `Shard(dim)` to use, None for dim 0, or a `ShardPlacementResult` for
+            other ranks than those of `mesh` (experts).
         mp_policy: Dtypes to compute, reduce and return in.
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are: not sharded, not moved, gradients not reduced.
+        dp_mesh_dims: Which dims of `mesh` are data-parallel, if all parameters are `DTensor`s on the whole `mesh`.
         transport: "direct" (send and receive), "torch" (the backend's collectives), or "auto": direct on Gloo.
         sharding_strategy: A name for mesh axes and `reshard_after_forward` together, and more (NO_SHARD, ZERO1); see
             `ShardingStrategy`. Not together with `reshard_after_forward`.
@@ -70,7 +74,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     policy = None
     if sharding_strategy is not None:
         mesh, policy = _by_strategy(sharding_strategy, mesh, reshard_after_forward)
-    place = make_place(mesh, transport, reshard_after_forward)
+    place = make_place(mesh, transport, reshard_after_forward, dp_mesh_dims)
     OffloadPolicy.check(offload_policy, place.device)
     policy = policy or UnitPolicy(after_forward(reshard_after_forward, place.world.size))
     unit = build_unit(modules, place, precision, policy, (shard_placement_fn, set(ignored_params or ())))

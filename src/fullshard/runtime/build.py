@@ -5,64 +5,19 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from fullshard.core.policy import AfterForward, UnitPolicy, after_forward
-from fullshard.core.spec import World
+from fullshard.core.policy import UnitPolicy
 from fullshard.errors import MisuseError, UninitializedError
-from fullshard.runtime.collectives import TRANSPORTS, check_agreement
+from fullshard.runtime.collectives import check_agreement
 from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names
-from fullshard.runtime.device import default_device_type
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.init import wrap_reset_parameters
-from fullshard.runtime.meshes import ensure_process_group
+from fullshard.runtime.place import Place
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.shards import Member, Place
+from fullshard.runtime.shards import Member
 from fullshard.runtime.unit import Unit
-
-
-def make_place(mesh: DeviceMesh | None, transport: str, reshard_after_forward: bool | int | None) -> Place:
-    """Ranks and device of a unit, from the public arguments."""
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
-    if mesh is None:
-        ensure_process_group()
-        mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
-    _check_mesh(mesh)
-    replicas = mesh.size(0) if mesh.ndim == 2 else 1
-    after_forward(reshard_after_forward, mesh.size(-1))  # raises before any group is made
-    axis = mesh.ndim - 1
-    world = World(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_local_rank(0) if mesh.ndim == 2 else 0, replicas)
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    return Place(mesh, world, device, transport, _secondary_group(mesh, reshard_after_forward))
-
-
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh must be 1-D (shard) or 2-D (replicate x shard), got {mesh.ndim} dims {mesh.mesh_dim_names}; "
-            "pass the data-parallel part of it, such as mesh['dp']"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, but the world has "
-            f"{dist.get_world_size()} ranks; build a mesh that covers every rank that calls fully_shard"
-        )
-
-
-def _secondary_group(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> dist.ProcessGroup | None:
-    """Group of n consecutive ranks of the shard axis for `reshard_after_forward=n`."""
-    after = after_forward(reshard_after_forward, mesh.size(-1))
-    if reshard_after_forward is None or after is not AfterForward.SHRINK:
-        return None
-    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, reshard_after_forward)).get_group(1)
 
 
 def build_unit(
@@ -82,9 +37,7 @@ def build_unit(
         select: The user's `shard_placement_fn` and `ignored_params`.
     """
     placement_fn, ignored = select
-    found = find_parameters(modules, ignored, placement_fn)
-    for item in found:
-        _refuse_foreign(item)
+    found = find_parameters(modules, ignored, placement_fn, place)
     _claim_tied(found, modules)
     _move_buffers(modules, place.device)
     unit = Unit(found, place, precision, policy)
@@ -92,14 +45,6 @@ def build_unit(
     REGISTRY.note_sharded(unit, [item.parameter for item in found])
     _let_reset_see_full(modules, found)
     return unit
-
-
-def _refuse_foreign(item: Found) -> None:
-    if isinstance(item.parameter, DTensor):
-        raise ValueError(
-            f"parameter {item.spec.name!r} already is a DTensor with placements {item.parameter.placements}; "
-            "composition with tensor parallelism is not supported in this version: shard the plain module"
-        )
 
 
 def _claim_tied(found: list[Found], modules: list[nn.Module]) -> None:
@@ -230,26 +175,28 @@ def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
     lines: dict[tuple[int, ...], list[str]] = {}
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit, name in zip(units, names, strict=True):
-        place = unit.place
-        for group in (place.shard_group, place.replicate_group):
-            if group is not None:
-                key = tuple(dist.get_process_group_ranks(group))
-                groups.setdefault(key, group)
-                lines.setdefault(key, []).extend(_describe(unit, name or "(root)"))
+        # A unit without parameters takes part as well; parameters on other ranks than the rest are compared there.
+        for place in dict.fromkeys((unit.place, *(flow.place for flow in unit.flows))):
+            for group in (place.shard_group, place.replicate_group):
+                if group is not None:
+                    key = tuple(dist.get_process_group_ranks(group))
+                    groups.setdefault(key, group)
+                    lines.setdefault(key, []).extend(_describe(unit, name or "(root)", place))
     for key, group in groups.items():
         check_agreement(lines[key], group)
 
 
-def _describe(unit: Unit, name: str) -> list[str]:
+def _describe(unit: Unit, name: str, place: Place) -> list[str]:
     policy = unit.policy
+    members = [member for member in unit.members if member.place == place]
     settings = (
         f"{unit.precision}, transport {unit.place.transport!r}, after forward {policy.after_forward.value}, "
         f"sync {policy.sync_gradients} {policy.sync_replicas}"
     )
     unfilled = set(_unfilled(unit))
     return [
-        f"unit {name!r} with {len(unit.members)} parameters, {settings}",
-        *(_line(name, member, member.spec.name in unfilled) for member in unit.members),
+        f"unit {name!r} with {len(members)} parameters, {settings}",
+        *(_line(name, member, member.spec.name in unfilled) for member in members),
     ]
 
 

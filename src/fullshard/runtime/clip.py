@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 
 import torch
@@ -78,41 +78,45 @@ def _pieces(flow: GradientFlow) -> list[torch.Tensor]:
     return [local_of(parameter.grad) for parameter in flow.sharded if parameter.grad is not None]
 
 
-def _counted_elsewhere(flow: GradientFlow) -> list[torch.Tensor]:
-    """Gradients that every rank of the shard axis holds whole: all ranks but the first leave them out."""
-    if flow.buffers.world.rank == 0:
-        return []
-    return [
-        local_of(parameter.grad)
-        for parameter, spec in zip(flow.sharded, flow.buffers.specs, strict=True)
-        if spec.replicated and parameter.grad is not None
-    ]
+# A few numbers to be summed over some groups, one after the other: gradients of parameters whose different parts lie
+# on the ranks of these groups.
+_Sums = dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]]
 
 
 def _total_norm(units: list[Unit], plain: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The global norm, 0-d. Each mesh's shard axis adds up its own parameters; replicas hold equal sums."""
-    groups: dict[int, tuple[dist.ProcessGroup, list[GradientFlow]]] = {}
-    for unit in units:
-        group = unit.place.shard_group
-        groups.setdefault(id(group), (group, []))[1].extend(unit.flows)
-    dtype = _norm_dtype([*plain, *(piece for unit in units for flow in unit.flows for piece in _pieces(flow))])
+    """The global norm, 0-d. Each mesh's axes add up their own parts of parameters; replicas hold equal sums."""
+    pieces = [*plain, *(piece for unit in units for flow in unit.flows for piece in _pieces(flow))]
+    dtype = _norm_dtype(pieces)
     device = units[0].place.device if units else torch.device("cpu")
+    sums: _Sums = {}
+    for unit in units:
+        for flow in unit.flows:
+            for groups, gradients in _parts(flow):
+                powers = [_power(gradient, norm_type, dtype) for gradient in gradients]
+                sums.setdefault(tuple(id(group) for group in groups), (groups, []))[1].extend(powers)
     total = _combine((_power(gradient, norm_type, dtype) for gradient in plain), norm_type, dtype, device)
-    for group, flows in groups.values():
-        part = _combine((_flow_power(flow, norm_type, dtype) for flow in flows), norm_type, dtype, device)
-        sum_scalars(part, group, largest=norm_type == inf)
+    for groups, powers in sums.values():
+        part = _combine(powers, norm_type, dtype, device)
+        for group in groups:
+            sum_scalars(part, group, largest=norm_type == inf)
         total = torch.maximum(total, part) if norm_type == inf else total + part
     return total if norm_type == inf else total ** (1.0 / norm_type)
 
 
-def _flow_power(flow: GradientFlow, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    device = flow.buffers.shard.device
-    power = _combine((_power(piece, norm_type, dtype) for piece in _pieces(flow)), norm_type, dtype, device)
-    if norm_type == inf:
-        return power  # a value that is counted twice is still the largest
-    for gradient in _counted_elsewhere(flow):
-        power = power - _power(gradient, norm_type, dtype)
-    return power
+def _parts(flow: GradientFlow) -> Iterator[tuple[list[dist.ProcessGroup], list[torch.Tensor]]]:
+    """Local gradients of one flow, with the groups on whose ranks the other parts of their parameters are.
+
+    Every group of the flow comes, with or without gradients here, so that all ranks sum the same.
+    """
+    group, dresses = flow.place.shard_group, flow.buffers.dresses
+    if all(dress.is_plain for dress in dresses) and not any(spec.replicated for spec in flow.buffers.specs):
+        yield [group], _pieces(flow)
+        return
+    for parameter, spec, dress in zip(flow.sharded, flow.buffers.specs, dresses, strict=True):
+        # What every rank of the shard axis holds whole, the first one counts.
+        counted_here = not spec.replicated or flow.buffers.world.rank == 0
+        gradients = [local_of(parameter.grad)] if parameter.grad is not None and counted_here else []
+        yield [group, *dress.sharding_groups()], gradients
 
 
 def _norm_dtype(tensors: list[torch.Tensor]) -> torch.dtype:

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.core.grouping import Occurrence, group_occurrences
 from fullshard.core.spec import ParamSpec
+from fullshard.runtime.dress import Dress, make_dress
+from fullshard.runtime.dtensors import local_of
+from fullshard.runtime.place import Place, ShardPlacementResult, mesh_of, other_place
 from fullshard.runtime.registry import REGISTRY
 
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 @dataclass(slots=True)
@@ -26,22 +30,25 @@ class Slot:
 
 @dataclass(slots=True)
 class Found:
-    """A parameter that a unit will own: what it is, the object, and its places."""
+    """A parameter that a unit will own: what it is, the object, its places in modules, its ranks, how it looks."""
 
     spec: ParamSpec
     parameter: nn.Parameter
     slots: list[Slot]
+    place: Place
+    dress: Dress
 
 
 def find_parameters(
-    modules: list[nn.Module], ignored: Iterable[nn.Parameter], placement_fn: PlacementFn | None
+    modules: list[nn.Module], ignored: Iterable[nn.Parameter], placement_fn: PlacementFn | None, place: Place
 ) -> list[Found]:
     """Parameters in `modules` and their submodules that no unit owns yet, tied ones once, in the order of the walk.
 
     Args:
         modules: Modules of one unit.
         ignored: Parameters to leave alone.
-        placement_fn: Chooses the dim on which a parameter is sharded; None for all means dim 0.
+        placement_fn: Chooses the dim on which a parameter is sharded, and its ranks; None for all means dim 0.
+        place: The ranks of all others.
     """
     places = list(_walk(modules))
     by_identity = {id(parameter): parameter for _, _, parameter in places}
@@ -50,22 +57,35 @@ def find_parameters(
     slots: dict[int, list[Slot]] = {}
     for _, slot, parameter in places:
         slots.setdefault(id(parameter), []).append(slot)
+    others: dict[DeviceMesh, Place] = {}
     found = []
     for group in group_occurrences(occurrences, owned | {id(parameter) for parameter in ignored}):
         key = int(group.identity)  # type: ignore[call-overload]
         parameter = by_identity[key]
         _check_supported(group.name, parameter)
+        placement, mesh = _chosen(group.name, parameter, placement_fn)
         spec = ParamSpec(
             name=group.name,
-            shape=tuple(parameter.shape),
+            shape=tuple(own_part(parameter).shape),
             dtype=str(parameter.dtype).removeprefix("torch."),
-            itemsize_bytes=parameter.element_size(),
+            itemsize_bytes=parameter.dtype.itemsize,
             trainable=parameter.requires_grad,
-            shard_dim=_shard_dim(group.name, parameter, placement_fn),
+            shard_dim=_shard_dim(group.name, parameter, placement),
             aliases=group.aliases,
         )
-        found.append(Found(spec, parameter, slots[key]))
+        own = place
+        if mesh is not None and mesh != place.mesh:
+            if mesh not in others:
+                others[mesh] = other_place(mesh, place, group.name)
+            own = others[mesh]
+        dress = make_dress(group.name, parameter, spec.shard_dim, own)
+        found.append(Found(spec, parameter, slots[key], own, dress))
     return found
+
+
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor whose rows the data-parallel ranks divide: of a `DTensor`, its local tensor."""
+    return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
@@ -89,15 +109,26 @@ def _walk(modules: list[nn.Module]) -> Iterable[tuple[str, Slot, nn.Parameter]]:
                     yield label, Slot(module._parameters, name), parameter
 
 
-def _shard_dim(name: str, parameter: nn.Parameter, placement_fn: PlacementFn | None) -> int:
-    placement = placement_fn(parameter) if placement_fn is not None else None
+def _chosen(
+    name: str, parameter: nn.Parameter, placement_fn: PlacementFn | None
+) -> tuple[Shard | None, DeviceMesh | None]:
+    """What the user's `shard_placement_fn` says: the dim, and a mesh if it is not that of the unit."""
+    chosen = placement_fn(parameter) if placement_fn is not None else None
+    # By its fields: the class of the same name in torch is as good.
+    info = getattr(chosen, "mesh_info", None)
+    mesh = mesh_of(info, name) if info is not None else None
+    placement = getattr(chosen, "placement", None) if mesh is not None else chosen
+    if placement is not None and not isinstance(placement, Shard):
+        raise TypeError(
+            f"shard_placement_fn must return a Shard, a ShardPlacementResult or None, got {chosen!r} for parameter "
+            f"{name!r}; return Shard(dim) with the dim to divide over the ranks"
+        )
+    return placement, mesh
+
+
+def _shard_dim(name: str, parameter: nn.Parameter, placement: Shard | None) -> int:
     if placement is None:
         return 0
-    if not isinstance(placement, Shard):
-        raise TypeError(
-            f"shard_placement_fn must return a Shard or None, got {placement!r} for parameter {name!r}; "
-            "return Shard(dim) with the dim to divide over the ranks"
-        )
     if not parameter.dim():
         raise ValueError(f"shard_placement_fn returned {placement} for parameter {name!r}, which is 0-d: return None")
     dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim

@@ -1,11 +1,28 @@
-"""The few places where the inside of a DTensor is touched."""
+"""The few places where the inside of DTensors and meshes is touched."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "StridedShard",
+    "concatenate",
+    "contiguous_stride",
+    "finished",
+    "local_of",
+    "set_local",
+    "sharded_like",
+    "wrap",
+]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,3 +53,36 @@ def sharded_like(parameter: torch.Tensor, local: torch.Tensor, nothing: torch.Te
     if nothing is not None:
         set_local(made, local)
     return made
+
+
+def wrap(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """A DTensor around `local` itself, without communication or autograd; `shape` and `stride` are the global ones."""
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dims of several slices of the same mesh, in that order; makes no process groups."""
+    made: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    return made
+
+
+def finished(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective that may still run."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

@@ -18,7 +18,8 @@ from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.collectives import Custom, Transport, make_transport
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.gradients import warn_dropped
-from fullshard.runtime.unit import Links, Unit
+from fullshard.runtime.place import Links, Place, Resources
+from fullshard.runtime.unit import Unit
 
 _LOG_COMMANDS = 65536
 _KEEP_AT_MOST_BYTES = 1 << 30
@@ -64,7 +65,7 @@ class Engine:
         self._backward: weakref.ref[Any] | None = None
         self._linker = _Linker(self.pool, units[0].wishes.streams or make_streams(device))
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
-            unit.start(name, index, self._linker.link(unit))
+            unit.start(name, index, self._linker.resources(unit))
         self._settle_memory()
         for unit in units:
             self.resolve_prefetch(unit)
@@ -77,7 +78,7 @@ class Engine:
         if self.units[0].place.device.type == "cpu":
             # Two units' gradients and what comes from them: about what is freed and allocated again within a step.
             keep_freed_host_memory(min(4 * max(sizes) + (64 << 20), _KEEP_AT_MOST_BYTES))
-        replicated = any(unit.links.replicate is not None for unit in self.units)
+        replicated = any(flow.links.replicate is not None for unit in self.units for flow in unit.flows)
         self.scheduler = Scheduler(sizes, [unit.policy for unit in self.units], SchedulePolicy(replicated=replicated))
 
     # Settings
@@ -117,7 +118,7 @@ class Engine:
 
     def relink(self, unit: Unit) -> None:
         """The user changed by what means `unit` communicates."""
-        unit.links = self._linker.link(unit)
+        unit.relink(self._linker.resources(unit))
 
     # Events
 
@@ -253,26 +254,27 @@ class _Linker:
         self.streams = streams
         self._made: dict[tuple[int, str], Transport] = {}
 
-    def link(self, unit: Unit) -> Links:
-        place = unit.place
-        replicate = place.replicate_group
+    def resources(self, unit: Unit) -> Resources:
+        places = {unit.place, *(flow.place for flow in unit.flows)}
+        return Resources(self._pool, {place: self._link(unit, place) for place in places})
+
+    def _link(self, unit: Unit, place: Place) -> Links:
+        replicate, own = place.replicate_group, place == unit.place
         averages = replicate is not None and replicate.size() > 1
         return Links(
-            self._pool,
-            self._custom(unit, place.shard_group),
-            self._custom(unit, unit.wishes.reduce_group or place.shard_group),
-            self._transport(unit, replicate) if replicate is not None and averages else None,
-            None if place.secondary is None else self._custom(unit, place.secondary),
+            self._custom(unit, place, place.shard_group),
+            self._custom(unit, place, (unit.wishes.reduce_group if own else None) or place.shard_group),
+            self._transport(place, replicate) if replicate is not None and averages else None,
+            None if place.secondary is None else self._custom(unit, place, place.secondary),
         )
 
-    def _custom(self, unit: Unit, group: dist.ProcessGroup) -> Transport:
-        transport, wishes = self._transport(unit, group), unit.wishes
+    def _custom(self, unit: Unit, place: Place, group: dist.ProcessGroup) -> Transport:
+        transport, wishes = self._transport(place, group), unit.wishes
         if wishes.all_gather is None and wishes.reduce_scatter is None:
             return transport
-        return Custom(transport, group, unit.place.device, self.streams, (wishes.all_gather, wishes.reduce_scatter))
+        return Custom(transport, group, place.device, self.streams, (wishes.all_gather, wishes.reduce_scatter))
 
-    def _transport(self, unit: Unit, group: dist.ProcessGroup) -> Transport:
-        place = unit.place
+    def _transport(self, place: Place, group: dist.ProcessGroup) -> Transport:
         key = (id(group), place.transport)
         if key not in self._made:
             self._made[key] = make_transport(place.transport, group, place.device, self._pool, self.streams)

@@ -13,6 +13,7 @@ from fullshard.core.layout import FlatLayout, Region, align
 from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import ReduceItem
 from fullshard.runtime.dtensors import local_of, sharded_like
+from fullshard.runtime.place import Links, Place
 from fullshard.runtime.storage import FlatBuffers, in_rank_order
 
 
@@ -81,10 +82,16 @@ class GradientFlow:
         buffers: Parameters and their layout.
         sharded: Sharded parameters, in the order of `buffers.specs`.
         sum_dtype: Dtype in which gradients are summed over ranks.
+        place: Those ranks.
     """
 
-    def __init__(self, buffers: FlatBuffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype) -> None:
+    def __init__(
+        self, buffers: FlatBuffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype, place: Place
+    ) -> None:
         self.buffers = buffers
+        self.place = place
+        self.links: Links  # the engine sets it when it starts
+        self._dressed = frozenset(i for i, dress in enumerate(buffers.dresses) if not dress.is_plain)
         self.sharded = sharded
         self.sum_dtype = sum_dtype
         self._held: dict[int, torch.Tensor] = {}  # full gradients that wait for a synchronizing backward
@@ -139,7 +146,7 @@ class GradientFlow:
         for i, full in enumerate(self.buffers.full):
             if full.grad is None:
                 continue
-            gradient = full.grad.detach()
+            gradient = self._plain(i, full.grad.detach())
             full.grad = None
             if i in self._held:
                 self._held[i].add_(gradient)
@@ -282,15 +289,21 @@ class GradientFlow:
         """The full gradient of parameter i, 1-D with its rows in order, or None."""
         full = self.buffers.full[i]
         gradient, full.grad = full.grad, None
+        if gradient is not None:
+            gradient = self._plain(i, gradient.detach())
         held = self._held.pop(i, None)
         if held is not None:
-            gradient = held if gradient is None else held.add_(gradient.detach())
+            gradient = held if gradient is None else held.add_(gradient)
         if gradient is None:
             return None
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        flat = in_rank_order(gradient.detach(), self.buffers.specs[i], self.buffers.layout.size)
+        flat = in_rank_order(gradient, self.buffers.specs[i], self.buffers.layout.size)
         return flat.to(self._wire_dtype())
+
+    def _plain(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of parameter i as a plain tensor of this rank's part of it."""
+        return self.buffers.dresses[i].plain_gradient(gradient) if i in self._dressed else gradient
 
     def _wire_dtype(self) -> torch.dtype:
         """Dtype of gradients on the wire, the same on every rank whether or not it has the gradient.

@@ -51,9 +51,10 @@ def _place_of(parameter: nn.Parameter) -> tuple[Unit, Any, Any]:
 
 
 def _rows(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-    """This rank's rows in a full tensor."""
+    """This rank's rows in a tensor of the global shape, a view."""
     _, flow, region = _place_of(parameter)
     spec, world = flow.buffers.specs[region.index], flow.buffers.world
+    full = flow.buffers.dresses[region.index].part_of(full)
     return rows_of(full, spec, *region.rank_rows(world.size, world.rank))
 
 

@@ -68,7 +68,7 @@ def strategy_mesh(
         )
     if axes is Axes.REPLICATE:
         group = groups if mesh is None else mesh.get_group()
-        return _replicate_mesh(group or _world(), device_type if mesh is None else mesh.device_type)
+        return replicate_mesh(group or _world(), device_type if mesh is None else mesh.device_type)
     return _shard_mesh(groups or _world(), device_type) if mesh is None else mesh
 
 
@@ -87,7 +87,7 @@ def _shard_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     return meshes[key]
 
 
-def _replicate_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+def replicate_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The mesh (ranks of the group, 1). Made once a group: units of one model share groups."""
     meshes = REGISTRY.meshes.setdefault(group, {})
     key = (device_type, Axes.REPLICATE)

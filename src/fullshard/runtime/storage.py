@@ -21,6 +21,7 @@ from fullshard.core.layout import FlatLayout, Region, chunk_rows, plan_layout
 from fullshard.core.spec import ParamSpec, World
 from fullshard.runtime.collectives import GatherItem
 from fullshard.runtime.device import BufferPool
+from fullshard.runtime.dress import Dress
 
 
 def rows_of(tensor: torch.Tensor, spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
@@ -140,15 +141,14 @@ class GatherPlan:
         if self._own_chunks:
             # The only bulk pass, over 1/N of the parameters; where dtypes differ it is the cast.
             torch._foreach_copy_(self._own_chunks, self._own_shards)
-        items = self._items + [
-            each.begin(local_range(self.source, each.region, self.layout.size, self._rank), self._rank, self.layout.size)
-            for each in self._scattered
-            if not each.region.packed
-        ]
+        size, items = self.layout.size, self._items
+        for each in self._scattered:
+            if not each.region.packed:
+                own = local_range(self.source, each.region, size, self._rank)
+                items = [*items, each.begin(own, self._rank, size)]
         packed = self.layout.packed_numel
         if not packed:
             return items
-        size = self.layout.size
         self._bucket = self.source.new_empty(size, packed, dtype=self._dtype)
         self._bucket[self._rank].copy_(self.source[:packed])
         return [*items, GatherItem("small parameters", self._bucket.view(-1), packed, size * packed)]
@@ -175,13 +175,22 @@ class FlatBuffers:
 
     Attributes:
         specs: The parameters.
+        dresses: How each looks outside of the buffers.
         layout: Where they lie.
         shard: Flat shard, shape [layout.shard_numel], in the stored dtype.
         full: Full parameters in the order of `specs`: leaf tensors that view the full buffer. Empty until `build`.
     """
 
-    def __init__(self, specs: Sequence[ParamSpec], layout: FlatLayout, world: World, shard: torch.Tensor) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        layout: FlatLayout,
+        world: World,
+        shard: torch.Tensor,
+        dresses: Sequence[Dress],
+    ) -> None:
         self.specs = tuple(specs)
+        self.dresses = tuple(dresses)
         self.layout = layout
         self.world = world
         self.shard = shard
@@ -250,7 +259,7 @@ class FlatBuffers:
         flat = torch.empty(0, dtype=self._dtype, device=self.shard.device)
         # `set_` on a new tensor, not a view of the places: this one must have a version counter of its own.
         flat.set_(self._storage, region.full_offset, (spec.numel,), (1,))
-        return torch.nn.Parameter(flat.view(spec.shape), requires_grad=False)
+        return self.dresses[region.index].full(flat.view(spec.shape))
 
     def begin_gather(self, pool: BufferPool, secondary: bool = False) -> list[GatherItem]:
         """Put memory under the full buffer and this rank's rows into it; returns what has to be exchanged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,14 @@ from torch import nn
 
 from fullshard.core.policy import UnitPolicy
 from fullshard.core.scaling import divide_factors
-from fullshard.runtime.collectives import Call, Pending, Transport, command_tag
+from fullshard.runtime.collectives import Call, Pending, command_tag
 from fullshard.runtime.describe import Found
 from fullshard.runtime.device import BufferPool
 from fullshard.runtime.gradients import GradientFlow
+from fullshard.runtime.place import Links, Place, Resources
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.shards import Member, Place, adopt_registered, reflatten, shard_parameters
+from fullshard.runtime.shards import Member, adopt_registered, reflatten, shard_parameters
 from fullshard.runtime.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -37,17 +38,6 @@ class Shown(Enum):
     SHARDED = "sharded"
     FULL = "full, for a computation"
     SUMMONED = "full, outside of the engine's buffers, for the user"
-
-
-@dataclass(slots=True)
-class Links:
-    """Transports of a unit, made when its engine starts. `shard` gathers and `reduce` sums over the shard axis."""
-
-    pool: BufferPool
-    shard: Transport
-    reduce: Transport
-    replicate: Transport | None
-    secondary: Transport | None
 
 
 class Unit:
@@ -77,10 +67,10 @@ class Unit:
         self.wishes = Wishes()
         # Identities of the unit's modules: a reference to the modules would be a cycle.
         self.module_ids: set[int] = set()
-        self.members, self.flows = shard_parameters(found, place, precision)
+        self.members, self.flows = shard_parameters(found, precision)
         # Where parameters are registered: (module's dict, name, sharded, full); full ones exist from `start` on.
         self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
-        self._links: Links | None = None
+        self._resources: Resources | None = None
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
         self.shown = Shown.SHARDED
@@ -93,10 +83,10 @@ class Unit:
         """
         made = copy.copy(self)
         memo[id(self)] = made
-        made.name, made.index, made._links, made._engine = "", -1, None, None
+        made.name, made.index, made._resources, made._engine = "", -1, None, None
         made._swaps, made._gathering, made._reducing, made.module_ids = [], [], [], set()
         made.members = [member.copy(memo) for member in self.members]
-        made.flows = reflatten(made.members, self.place, self.precision)
+        made.flows = reflatten(made.members, self.precision)
         for old, new in zip(self.flows, made.flows, strict=True):
             new.copy_held(old)
         made.policy = replace(self.policy, forward_prefetch=None, backward_prefetch=None)  # indices in an engine
@@ -106,16 +96,17 @@ class Unit:
         REGISTRY.note_copied(made, self)
         return made
 
-    def start(self, name: str, index: int, links: Links) -> None:
+    def start(self, name: str, index: int, resources: Resources) -> None:
         """The engine starts: build full parameters. The unit is sharded and at rest."""
-        self.name, self.index, self._links = name, index, links
+        self.name, self.index = name, index
+        self.relink(resources)
+        full = {}
         for flow in self.flows:
-            flow.buffers.build(links.pool, self.precision.compute_dtype(flow.buffers.shard.dtype))
-        full = {
-            id(sharded): parameter
-            for flow in self.flows
-            for sharded, parameter in zip(flow.sharded, flow.buffers.full, strict=True)
-        }
+            flow.buffers.build(resources.pool, self.precision.compute_dtype(flow.buffers.shard.dtype))
+            for sharded, parameter in zip(flow.sharded, flow.buffers.full, strict=True):
+                # Attributes that users write on a parameter are found on both, whenever they were written.
+                parameter.__dict__ = sharded.__dict__
+                full[id(sharded)] = parameter
         self._swaps = [
             (slot.registry, slot.name, member.sharded, full[id(member.sharded)])
             for member in self.members
@@ -135,7 +126,7 @@ class Unit:
         """Let another unit take over a parameter; before any engine has started."""
         member = next(member for member in self.members if member.spec.name == name)
         self.members.remove(member)
-        self.flows = reflatten(self.members, self.place, self.precision)
+        self.flows = reflatten(self.members, self.precision)
         return member
 
     def reflatten(self) -> None:
@@ -157,12 +148,12 @@ class Unit:
 
     def rebuild(self) -> None:
         """Make flat shards, and full buffers, of what the sharded parameters hold now; the unit is at rest."""
-        self.flows = reflatten(self.members, self.place, self.precision)
+        self.flows = reflatten(self.members, self.precision)
         self.register_sharded()
         if any(flow.buffers.shard.is_meta for flow in self.flows):
-            self._links, self._engine = None, None  # the next forward finds no engine, and says what is missing
-        if self._links is not None:
-            self.start(self.name, self.index, self._links)
+            self._resources, self._engine = None, None  # the next forward finds no engine, and says what is missing
+        if self._resources is not None:
+            self.start(self.name, self.index, self._resources)
             if self.engine is not None:
                 self.engine.sizes_changed()
 
@@ -176,13 +167,23 @@ class Unit:
 
     @property
     def links(self) -> Links:
-        """Transports; only after `start`. What is in flight ends on those that it was started on."""
-        assert self._links is not None, "the unit has no engine yet"
-        return self._links
+        """Transports between the ranks of `place`; only after `start`."""
+        return self._given.links[self.place]
 
-    @links.setter
-    def links(self, links: Links) -> None:
-        self._links = links
+    def relink(self, resources: Resources) -> None:
+        """Use other transports from now on. What is in flight ends on those that it was started on."""
+        self._resources = resources
+        for flow in self.flows:
+            flow.links = resources.links[flow.place]
+
+    @property
+    def _pool(self) -> BufferPool:
+        return self._given.pool
+
+    @property
+    def _given(self) -> Resources:
+        assert self._resources is not None, "the unit has no engine yet"
+        return self._resources
 
     @property
     def full_bytes(self) -> int:
@@ -210,17 +211,18 @@ class Unit:
 
     def gather(self) -> None:
         """Start to fill the full buffers from all ranks' shards."""
-        self._gather(self.links.shard, secondary=False)
+        self._gather(secondary=False)
 
     def gather_secondary(self) -> None:
         """The same from the secondary shards of the smaller group."""
-        assert self.links.secondary is not None
-        self._gather(self.links.secondary, secondary=True)
+        self._gather(secondary=True)
 
-    def _gather(self, transport: Transport, *, secondary: bool) -> None:
+    def _gather(self, *, secondary: bool) -> None:
         for number, flow in enumerate(self.flows):
             flow.note_gathered()
-            items = flow.buffers.begin_gather(self.links.pool, secondary)
+            transport = flow.links.secondary if secondary else flow.links.shard
+            assert transport is not None
+            items = flow.buffers.begin_gather(self._pool, secondary)
             self._gathering.append(transport.gather(items, self._call("gather", _GATHER, number)))
 
     def wait_gather(self) -> None:
@@ -236,11 +238,11 @@ class Unit:
 
     def shrink(self) -> None:
         """Keep rows for a smaller group in place of the full buffers."""
-        transport = self.links.secondary
-        assert transport is not None
         self._finish_gather()
         for flow in self.flows:
-            flow.buffers.shrink(self.links.pool, transport.size, transport.rank)
+            transport = flow.links.secondary
+            assert transport is not None
+            flow.buffers.shrink(self._pool, transport.size, transport.rank)
         self.register_sharded()
 
     def free(self) -> None:
@@ -250,7 +252,7 @@ class Unit:
             self._finish_gather()
         finally:
             for flow in self.flows:
-                flow.buffers.release(self.links.pool)
+                flow.buffers.release(self._pool)
 
     def hold(self) -> None:
         """Keep full gradients for a later reduce."""
@@ -259,28 +261,26 @@ class Unit:
 
     def reduce(self) -> None:
         """Start to sum the gradients over the shard axis."""
-        before, _ = self._divide_factors()
         for number, flow in enumerate(self.flows):
-            items = flow.begin(before)
+            items = flow.begin(self._divide_factors(flow)[0])
             if items:
-                self._reducing.append(self.links.reduce.reduce(items, self._call("reduce", _REDUCE, number)))
+                self._reducing.append(flow.links.reduce.reduce(items, self._call("reduce", _REDUCE, number)))
 
     def wait_reduce(self) -> None:
         """The sums over the shard axis are made; without replicas they become the gradients."""
         self._wait_reducing()
         for flow in self.flows:
             flow.end()
-            if self.links.replicate is None:
+            if flow.links.replicate is None:
                 self._bind(flow)
 
     def all_reduce(self) -> None:
         """Start to sum the reduced gradients over replicas."""
-        assert self.links.replicate is not None
         for number, flow in enumerate(self.flows):
-            partial = flow.partial()
-            if partial is not None:
+            partial, transport = flow.partial(), flow.links.replicate
+            if partial is not None and transport is not None:
                 call = self._call("all-reduce", _ALL_REDUCE, number)
-                self._reducing.append(self.links.replicate.all_reduce(partial, call))
+                self._reducing.append(transport.all_reduce(partial, call))
 
     def wait_all_reduce(self) -> None:
         """The sums over replicas are made and become the gradients."""
@@ -335,11 +335,11 @@ class Unit:
             self._gathering.clear()
 
     def _bind(self, flow: GradientFlow) -> None:
-        flow.bind(self._divide_factors()[1], self.wishes.after_reduce, self.policy.reduce_unused)
+        flow.bind(self._divide_factors(flow)[1], self.wishes.after_reduce, self.policy.reduce_unused)
 
-    def _divide_factors(self) -> tuple[float, float]:
+    def _divide_factors(self, flow: GradientFlow) -> tuple[float, float]:
         small = any(flow.sum_dtype == torch.float16 for flow in self.flows)
-        return divide_factors(self.place.world.data_parallel_size, small, self.policy.divide_factor)
+        return divide_factors(flow.place.world.data_parallel_size, small, self.policy.divide_factor)
 
     def _call(self, op: str, code: int, number: int) -> Call:
         return Call(op, self.name or "(root)", command_tag(f"{self.name}/{number}", code))

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.core.strategy import RULES, Axes, ShardingStrategy
 from fullshard.errors import AlreadyShardedError, MisuseError
 from fullshard.runtime.api import call_site
-from fullshard.runtime.build import build_unit, make_place
+from fullshard.runtime.build import build_unit
 from fullshard.runtime.clip import clip_grad_norm_
 from fullshard.runtime.meshes import Groups, strategy_mesh, warn_if_not_hybrid
 from fullshard.runtime.module import HANDLE, FSDPModule, attach, unit_of
+from fullshard.runtime.place import Place, make_place
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.shards import Place
 from fullshard.runtime.summon import full_parameters
 from fullshard.runtime.sync import broadcast_module_states
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
