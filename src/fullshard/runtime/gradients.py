@@ -82,14 +82,10 @@ class GradientFlow:
         buffers: Parameters and their layout.
         sharded: Sharded parameters, in the order of `buffers.specs`.
         sum_dtype: Dtype in which gradients are summed over ranks.
-        place: Those ranks.
     """
 
-    def __init__(
-        self, buffers: FlatBuffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype, place: Place
-    ) -> None:
+    def __init__(self, buffers: FlatBuffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype) -> None:
         self.buffers = buffers
-        self.place = place
         self.links: Links  # the engine sets it when it starts
         self._dressed = frozenset(i for i, dress in enumerate(buffers.dresses) if not dress.is_plain)
         self.sharded = sharded
@@ -105,6 +101,11 @@ class GradientFlow:
         self.began = False  # this backward has begun a reduction
         self._touched = False  # this backward has bound gradients
         self._added = False  # this backward has added to gradients of an earlier one
+
+    @property
+    def place(self) -> Place:
+        """The ranks."""
+        return self.buffers.place
 
     def is_intact(self) -> bool:
         """Whether the sharded parameters still have the local tensors that view the flat shard."""

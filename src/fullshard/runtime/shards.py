@@ -130,7 +130,7 @@ def _allocate(parameters: Sequence[Found | Member], like: torch.Tensor) -> FlatB
     device = like.device if like.is_meta else place.device
     # Zeros: padding lies between the parameters, and a norm or an optimizer may run over the whole flat shard.
     shard = torch.zeros(layout.shard_numel, dtype=like.dtype, device=device)
-    return FlatBuffers(specs, layout, place.world, shard, [each.dress for each in parameters])
+    return FlatBuffers(specs, layout, place, shard, [each.dress for each in parameters])
 
 
 def _copy_rows(buffers: FlatBuffers, region: Region, value: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ def _copy_rows(buffers: FlatBuffers, region: Region, value: torch.Tensor) -> Non
 
 def _flow(buffers: FlatBuffers, members: list[Member], precision: MixedPrecisionPolicy) -> GradientFlow:
     sharded = [member.sharded for member in members]
-    return GradientFlow(buffers, sharded, precision.sum_dtype(buffers.shard.dtype), members[0].place)
+    return GradientFlow(buffers, sharded, precision.sum_dtype(buffers.shard.dtype))
 
 
 def _alike(parameters: Sequence[tuple[torch.Tensor, Place]]) -> list[list[int]]:

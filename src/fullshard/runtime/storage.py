@@ -22,6 +22,7 @@ from fullshard.core.spec import ParamSpec, World
 from fullshard.runtime.collectives import GatherItem
 from fullshard.runtime.device import BufferPool
 from fullshard.runtime.dress import Dress
+from fullshard.runtime.place import Place
 
 
 def rows_of(tensor: torch.Tensor, spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
@@ -177,6 +178,7 @@ class FlatBuffers:
         specs: The parameters.
         dresses: How each looks outside of the buffers.
         layout: Where they lie.
+        place: The ranks that hold the shards.
         shard: Flat shard, shape [layout.shard_numel], in the stored dtype.
         full: Full parameters in the order of `specs`: leaf tensors that view the full buffer. Empty until `build`.
     """
@@ -185,14 +187,14 @@ class FlatBuffers:
         self,
         specs: Sequence[ParamSpec],
         layout: FlatLayout,
-        world: World,
+        place: Place,
         shard: torch.Tensor,
         dresses: Sequence[Dress],
     ) -> None:
         self.specs = tuple(specs)
         self.dresses = tuple(dresses)
         self.layout = layout
-        self.world = world
+        self.place = place
         self.shard = shard
         self.full: list[torch.nn.Parameter] = []
         self._local_views = {region.index: self._local_view(region) for region in layout.regions}
@@ -203,6 +205,11 @@ class FlatBuffers:
         self._primary: GatherPlan | None = None
         self._secondary: GatherPlan | None = None
         self._gathering: GatherPlan | None = None
+
+    @property
+    def world(self) -> World:
+        """This rank among those that hold the shards."""
+        return self.place.world
 
     def _local_view(self, region: Region) -> tuple[torch.Size, tuple[int, ...]]:
         """Shape and stride of this rank's rows of a parameter in a flat shard."""
