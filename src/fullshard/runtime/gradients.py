@@ -87,7 +87,6 @@ class GradientFlow:
     def __init__(self, buffers: FlatBuffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype) -> None:
         self.buffers = buffers
         self.links: Links  # the engine sets it when it starts
-        self._dressed = frozenset(i for i, dress in enumerate(buffers.dresses) if not dress.is_plain)
         self.sharded = sharded
         self.sum_dtype = sum_dtype
         self._held: dict[int, torch.Tensor] = {}  # full gradients that wait for a synchronizing backward
@@ -304,7 +303,7 @@ class GradientFlow:
 
     def _plain(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of parameter i as a plain tensor of this rank's part of it."""
-        return self.buffers.dresses[i].plain_gradient(gradient) if i in self._dressed else gradient
+        return self.buffers.dresses[i].plain_gradient(gradient) if i in self.buffers.dressed else gradient
 
     def _wire_dtype(self) -> torch.dtype:
         """Dtype of gradients on the wire, the same on every rank whether or not it has the gradient.

@@ -177,6 +177,7 @@ class FlatBuffers:
     Attributes:
         specs: The parameters.
         dresses: How each looks outside of the buffers.
+        dressed: Numbers of those whose gradients are no plain tensors.
         layout: Where they lie.
         place: The ranks that hold the shards.
         shard: Flat shard, shape [layout.shard_numel], in the stored dtype.
@@ -193,6 +194,7 @@ class FlatBuffers:
     ) -> None:
         self.specs = tuple(specs)
         self.dresses = tuple(dresses)
+        self.dressed = frozenset(i for i, dress in enumerate(dresses) if not dress.is_plain)
         self.layout = layout
         self.place = place
         self.shard = shard
