@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
+from fullshard.runtime.inputs import Gradients, Inputs
 from fullshard.runtime.optimizers import check_optimizer
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
@@ -48,10 +50,8 @@ class UnitHooks:
         self._ran: set[int] = set()  # modules of the group that have run in this round
         self._pending = 0  # calls in this round whose backward is not over
         REGISTRY.hooks[unit] = weakref.ref(self)
+        self._second_order = -1  # the latest graph task that went through a graph of the unit's own backward
         for module in modules:
-            # First of all pre-hooks, so that those of the user see full parameters.
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, always_call=True)
             module.register_state_dict_pre_hook(self.pre_state_dict)
             module.register_state_dict_post_hook(partial(self.post_state_dict))
             module.register_load_state_dict_pre_hook(self.pre_load)
@@ -69,24 +69,44 @@ class UnitHooks:
 
     # Forward
 
-    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather; cast inputs; arrange to hear of the end of backward."""
-        return self._enter(module, args, kwargs, outside=False)
+    def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method of the module with the unit's events around it.
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any, outside: bool) -> tuple[Any, Any]:
-        """The unit's parameters are about to be used, by its forward or (`outside`) by something that is not in it."""
+        `FSDPModule.__call__` comes here, not hooks of the module: hooks of the user then see full parameters whenever
+        they were registered, and `torch.compile` finds nothing of ours in what it traces.
+        """
+        return self._call(module, method, Inputs(args, kwargs), outside=False)
+
+    def use(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function that uses the unit's parameters outside of its forward."""
+        return self._call(module, function, Inputs(args, kwargs), outside=True)
+
+    def _call(self, module: nn.Module, function: Callable[..., Any], inputs: Inputs, outside: bool) -> Any:
+        if self._unit.shown is Shown.SUMMONED:
+            # The parameters are there, in the dtype they are stored in.
+            return self._refuse_backward(function(*inputs.args, **inputs.kwargs))
+        try:
+            self._enter(module, inputs, outside)
+            output = function(*inputs.args, **inputs.kwargs)
+            return self._leave(module, inputs, output, outside)
+        except Exception:
+            self._fail()
+            raise
+
+    def _enter(self, module: nn.Module, inputs: Inputs, outside: bool) -> None:
+        """The unit's parameters are about to be used, by its forward or (`outside`) by something that is not in it.
+
+        Gather; cast inputs; arrange to hear of the end of backward.
+        """
         unit = self._unit
-        if unit.shown is Shown.SUMMONED:
-            return args, kwargs  # they are there, in the dtype they are stored in
         self.engine = engine = self._find_engine(module, unit)
         engine.before_forward()
         if not outside:
             self._bury_dead_forward(module, engine)
         if unit.index == 0:
             engine.before_root_forward()
-        dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
-        if dtype is not None:
-            args, kwargs = map_tensors(partial(cast_floating, dtype), (args, kwargs))
+        if unit.precision.param_dtype is not None and unit.precision.cast_forward_inputs:
+            inputs.cast(unit.precision.param_dtype)
         state = engine.scheduler.states[unit.index]
         if state.has_full_buffer and not state.in_use and unit.is_stale:
             engine.on(Event(EventKind.RESHARD, unit.index))
@@ -94,9 +114,8 @@ class UnitHooks:
         # comes next for the unit, its backward, is due.
         engine.on(Event(EventKind.PRE_FORWARD, unit.index, inside_backward=outside or _autograd_runs()))
         # Not when recomputing, and not in a nested call of the same unit: its backward is over with the outermost one.
-        if torch.is_grad_enabled() and not state.in_use:
-            args, kwargs = self._watch_inputs(args, kwargs)
-        return args, kwargs
+        if torch.is_grad_enabled() and not state.in_use and inputs.watch(self.post_backward):
+            self._pending = self._pending + 1 if self._ran else 1
 
     def _bury_dead_forward(self, module: nn.Module, engine: Engine) -> None:
         """A forward that ended by what is no `Exception` (Ctrl-C) told nobody: let its unit go before the next one."""
@@ -106,33 +125,12 @@ class UnitHooks:
             else:
                 engine.forward_failed(self._unit, inside_backward=False)
 
-    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Pass the inputs that require gradients through a node whose backward runs after all of the unit's."""
-        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not tensors:
-            return args, kwargs
-        self._pending = self._pending + 1 if self._ran else 1
-        watched = _AfterBackward.apply(self.post_backward, *tensors)  # type: ignore[no-untyped-call]
-        replaced = {id(old): new for old, new in zip(tensors, watched, strict=True)}
-        return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
-
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Free; cast outputs; arrange to hear of the start of backward. Also called when the forward raised."""
-        return self._leave(module, output, outside=False)
-
-    def _leave(self, module: nn.Module, output: Any, outside: bool) -> Any:
+    def _leave(self, module: nn.Module, inputs: Inputs, output: Any, outside: bool) -> Any:
+        """Free; cast outputs; arrange to hear of the start of backward."""
         unit, engine = self._unit, self.engine
-        if unit.shown is Shown.SUMMONED:
-            return self._refuse_backward(output)
-        if engine is None:
-            return output
-        inside = outside or _autograd_runs()
-        if output is None and sys.exc_info()[1] is not None:
-            self._ran.clear()
-            engine.forward_failed(unit, _autograd_runs())
-            return output
-        if unit.precision.output_dtype is not None:
-            output = map_tensors(partial(cast_floating, unit.precision.output_dtype), output)
+        assert engine is not None
+        inputs.settle()
+        output = map_tensors(self._own, output)
         recomputing = engine.scheduler.states[unit.index] is State.BACKWARD
         will_backward = not recomputing and torch.is_grad_enabled() and self._watch_outputs(output)
         event = Event(
@@ -140,10 +138,24 @@ class UnitHooks:
             unit.index,
             will_backward=will_backward,
             more=not outside and self._others_to_run(module),
-            inside_backward=inside,
+            inside_backward=outside or _autograd_runs(),
         )
         engine.on(event)
         return output
+
+    def _own(self, output: torch.Tensor) -> torch.Tensor:
+        """An output in the dtype of the policy, and in memory that stays: parameters, and views of them, are copied."""
+        dtype = self._unit.precision.output_dtype
+        if dtype is not None:
+            output = cast_floating(dtype, output)
+        source = output._base if output._is_view() else output
+        return output.clone() if isinstance(source, nn.Parameter) and self._unit.holds(source) else output
+
+    def _fail(self) -> None:
+        """The forward raised."""
+        self._ran.clear()
+        if self.engine is not None:
+            self.engine.forward_failed(self._unit, _autograd_runs())
 
     def _refuse_backward(self, output: Any) -> Any:
         """The parameters of this forward are the user's for a while: gradients would go to them and be lost."""
@@ -165,7 +177,8 @@ class UnitHooks:
             warnings.warn(
                 f"unit {self._unit.name or '(root)'!r} returned {type(output).__name__} without a tensor in a tuple, "
                 "list, dict or dataclass: its backward cannot be seen, so its parameters get no gradient. Return the "
-                "tensors, or run it under torch.no_grad()",
+                "tensors, register the class by torch.utils._pytree.register_pytree_node, or run it under "
+                "torch.no_grad()",
                 stacklevel=2,
             )
         with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
@@ -182,26 +195,6 @@ class UnitHooks:
             self._ran.clear()
         return bool(self._ran)
 
-    def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call another method of the module as if it were its forward."""
-        args, kwargs = self.pre_forward(module, args, kwargs)
-        try:
-            output = method(*args, **kwargs)
-        except Exception:
-            self.post_forward(module, args, None)
-            raise
-        return self.post_forward(module, args, output)
-
-    def use(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function that uses the unit's parameters outside of its forward."""
-        args, kwargs = self._enter(module, args, kwargs, outside=True)
-        try:
-            output = function(*args, **kwargs)
-        except Exception:
-            self._leave(module, None, outside=True)
-            raise
-        return self._leave(module, output, outside=True)
-
     # Backward
 
     def pre_backward(self, gradient: torch.Tensor) -> None:
@@ -215,14 +208,32 @@ class UnitHooks:
             Variable._execution_engine.queue_callback(end)
         engine.on(Event(EventKind.PRE_BACKWARD, self._unit.index))
 
-    def post_backward(self) -> None:
+    def post_backward(self, gradients: Gradients) -> None:
         """The gradients of all inputs are there: the unit's backward is over."""
         engine = self.engine
         assert engine is not None
+        if torch.is_grad_enabled():
+            self._watch_gradients(gradients)
+        if self._second_order == torch._C._current_graph_task_id():
+            return  # which of the two graphs ends last is not known: the unit stays full until the end of backward
         self._pending -= 1
         if self._group_size > 1 and self._pending > 0:
             return  # the backward of another module of the unit is still to come: one reduction for all
         engine.on(Event(EventKind.POST_BACKWARD, self._unit.index, reducible=self._unit.trainable))
+
+    def _watch_gradients(self, gradients: Gradients) -> None:
+        """`create_graph=True`: a graph of this backward was made, and it holds the full parameters.
+
+        Its own backward begins with what this one ends with, and needs the unit gathered again.
+        """
+        for gradient in gradients:
+            if gradient is not None and gradient.requires_grad:
+                gradient.register_hook(self._pre_second_backward)
+        _warn_of_lost_graph(self._unit)
+
+    def _pre_second_backward(self, gradient: torch.Tensor) -> None:
+        self._second_order = torch._C._current_graph_task_id()
+        self.pre_backward(gradient)
 
     # Others
 
@@ -257,20 +268,33 @@ class UnitHooks:
             self._unit.show(full=False)
 
 
-class _AfterBackward(torch.autograd.Function):
-    """Identity on tensors; calls back when their gradients have been computed."""
+_RUN = UnitHooks.run.__code__
+_OUTSIDE = "a sharded module gathers and frees parameters outside of graphs; its forward is a graph of its own"
 
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        # Inputs that got no gradient keep none: zeros in their place would cost memory and change `grad is None`.
-        ctx.set_materialize_grads(False)
-        return tensors
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.call()
-        return (None, *gradients)
+@functools.cache
+def keep_out_of_graphs(module_class: type) -> None:
+    """Let `torch.compile` leave alone what we do around a forward, in backward and when the user calls a method.
+
+    A call of a sharded module breaks the graph of its caller, and its forward begins one of its own. So graphs hold
+    neither communication nor guards on it. Done once, at the first `fully_shard` and not at import: it takes dynamo,
+    which `fully_shard` imports anyway (DTensor does) and a program that only imports this package need not wait for.
+
+    Args:
+        module_class: `FSDPModule`.
+    """
+    around: list[tuple[type, str]] = [
+        (module_class, "__call__"),
+        (UnitHooks, "run"),
+    ]  # not what they call: that is the forward to compile
+    inside: list[tuple[type, str]] = [(UnitHooks, name) for name in ("_enter", "_leave", "_fail", "_refuse_backward")]
+    inside += [(UnitHooks, name) for name in ("pre_backward", "post_backward", "_pre_second_backward")]
+    inside += [(_EndOfBackward, "__call__")]
+    inside += [(module_class, name) for name in vars(module_class) if not name.startswith("_")]
+    for owner, name in around + inside:
+        function = getattr(owner, name)
+        recursive = (owner, name) not in around
+        setattr(owner, name, torch.compiler.disable(function, recursive=recursive, reason=_OUTSIDE))
 
 
 class _EndOfBackward:
@@ -278,9 +302,23 @@ class _EndOfBackward:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._makes_graph = torch.is_grad_enabled()  # within a backward: whether it runs with create_graph
 
     def __call__(self) -> None:
+        for unit in self._engine.units if self._makes_graph else ():
+            _warn_of_lost_graph(unit)
         self._engine.end_backward()
+
+
+def _warn_of_lost_graph(unit: Unit) -> None:
+    """Gradients of parameters come with a graph that the reduction cuts off."""
+    if unit.has_graph_of_gradients:
+        warnings.warn(
+            "backward(create_graph=True) reached parameters of a sharded module: their .grad are averaged over ranks "
+            "and have no graph, so nothing can be differentiated through them. Through gradients of inputs it can: "
+            "torch.autograd.grad(loss, inputs, create_graph=True)",
+            stacklevel=2,
+        )
 
 
 def _autograd_runs() -> bool:
@@ -292,9 +330,7 @@ def _is_running(module: nn.Module) -> bool:
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        # The names under which a call of a module and `UnitHooks.run` hold their module.
-        name = {nn.Module._call_impl.__code__: "self", UnitHooks.run.__code__: "module"}.get(frame.f_code)
-        calls += name is not None and frame.f_locals.get(name) is module
+        calls += frame.f_code is _RUN and frame.f_locals["module"] is module
         frame = frame.f_back
     return calls > 1
 

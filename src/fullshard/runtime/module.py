@@ -21,7 +21,7 @@ from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, 
 from fullshard.runtime.copying import deepcopy_module
 from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
-from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks
+from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks, keep_out_of_graphs
 from fullshard.runtime.init import mark_unfilled, note_unfilled
 from fullshard.runtime.unit import Unit
 
@@ -42,6 +42,7 @@ def attach(modules: list[nn.Module], unit: Unit, site: str) -> None:
     """Let the forward and backward of `modules` drive `unit`. What they call `site` is where the user sharded them."""
     hooks = UnitHooks(unit, modules, functools.partial(find_engine, attribute=HANDLE))
     OPTIMIZER_HOOKS.ensure()
+    keep_out_of_graphs(FSDPModule)
     handle = Handle(unit, hooks, site)
     for each in modules:
         each.__dict__[HANDLE] = handle
@@ -79,6 +80,11 @@ class FSDPModule:
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and the user's hooks on full parameters."""
+        hooks: UnitHooks = self.__dict__[HANDLE].hooks
+        return hooks.run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
 
     # Parameters
 

@@ -1,89 +1,170 @@
-"""Walks over nested inputs and outputs of modules: tensors in tuples, lists, dicts, dataclasses and mappings."""
+"""Tensors in nested inputs and outputs of modules, in every kind of container that people pass and return."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
-
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `fn` applied to every tensor in it; containers are rebuilt, in their type, only if one changed."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, Mapping):
-        return _map_mapping(fn, value)
-    if isinstance(value, tuple | list):
-        return _map_sequence(fn, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(fn, value)
-    return value
-
-
-def _map_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> Any:
-    mapped = {key: map_tensors(fn, item) for key, item in value.items()}
-    if all(mapped[key] is item for key, item in value.items()):
-        return value
-    kind: Any = type(value)
-    if kind is dict:
-        return mapped
-    if isinstance(value, MutableMapping):
-        copied = copy.copy(value)
-        for key, item in mapped.items():
-            copied[key] = item
-        return copied
-    if dataclasses.is_dataclass(kind):
-        # Mappings that are dataclasses too (model outputs of some libraries) are built from their fields.
-        return kind(**mapped)  # type: ignore[operator]
-    try:
-        return kind(mapped)
-    except TypeError:
-        return mapped
-
-
-def _map_sequence(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    mapped = [map_tensors(fn, item) for item in value]
-    if all(new is old for new, old in zip(mapped, value, strict=True)):
-        return value
-    if hasattr(value, "_fields"):  # namedtuple
-        return type(value)(*mapped)
-    return type(value)(mapped)
-
-
-def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    fields = [field for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    changes = {}
-    for field in fields:
-        old = getattr(value, field.name)
-        new = map_tensors(fn, old)
-        if new is not old:
-            changes[field.name] = new
-    if not changes:
-        return value
-    if all(field.init for field in dataclasses.fields(value)):
-        return dataclasses.replace(value, **changes)
-    copied = copy.copy(value)
-    for name, item in changes.items():
-        object.__setattr__(copied, name, item)  # frozen or not
-    return copied
+_SEQUENCES = (tuple, list, deque, UserList, set, frozenset)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in `value`, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        return
+    for item in _open(value) or ():
+        yield from tensors_in(item)
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with `fn` applied to every tensor in it; see `TensorMap`."""
+    return TensorMap(fn, into_nodes=True)(value)
+
+
+class TensorMap:
+    """Replaces tensors in nested values. Containers keep their type, and are copied only if something in them changed.
+
+    The module that gets a copy of a list may append to it, and its caller looks into the original: `write_back` is for
+    that.
+
+    Args:
+        fn: Called once for each tensor, however often it occurs, so that what was one tensor stays one.
+        into_nodes: Also copy objects that are containers only by registration with pytree. Those may be caches that a
+            module writes into; such writes could not be written back.
+
+    Attributes:
+        left: Objects that were left alone for that reason.
+    """
+
+    def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor], into_nodes: bool = False) -> None:
+        self._fn = fn
+        self._into_nodes = into_nodes
+        self.left: list[Any] = []
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the old -> old, new
+        self._copies: list[tuple[Any, Any, list[Any]]] = []  # container, its copy, what was put into the copy
+
+    def __call__(self, value: Any) -> Any:
+        """`value` with its tensors replaced."""
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = value, self._fn(value)
+            return self._tensors[id(value)][1]
+        items = _open(value)
+        if not items:
+            return value
+        if not self._into_nodes and _is_node(value):
+            self.left.append(value)
+            return value
+        mapped = [self(item) for item in items]
+        if all(new is old for new, old in zip(mapped, items, strict=True)):
+            return value
+        made = _rebuild(value, mapped)
+        self._copies.append((value, made, mapped))
+        return made
+
+    def write_back(self) -> None:
+        """Bring into the containers what was done to their copies since."""
+        old = {id(new): old for old, new in self._tensors.values()}
+        old.update((id(made), value) for value, made, _ in self._copies)
+        for value, made, mapped in self._copies:
+            items = _open(made) or []
+            if len(items) != len(mapped) or any(now is not then for now, then in zip(items, mapped, strict=True)):
+                _replace_items(value, made, [old.get(id(item), item) for item in items])
+
+
+def _open(value: Any) -> list[Any] | None:
+    """What a container holds, or None for what is no container."""
+    if value is None or isinstance(value, str | int | float):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, _SEQUENCES):
+        return list(value)
+    if _has_fields(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if not _is_node(value):
+        return None
+    return pytree.tree_flatten(value, is_leaf=lambda part: part is not value)[0]
+
+
+def _has_fields(value: Any) -> bool:
+    """Whether it is a dataclass. A module that is one is no container: its fields are its parameters."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
+
+
+def _is_node(value: Any) -> bool:
+    """Whether it is a container only by registration with pytree."""
+    return not isinstance(value, (Mapping, *_SEQUENCES)) and not _has_fields(value) and not pytree.tree_is_leaf(value)
+
+
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    """A container like `value` with other items. Not by its constructor, if that can be: it may compute or refuse."""
+    if isinstance(value, Mapping):
+        return _rebuild_mapping(value, items)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        made = value._make(items)
+        if hasattr(value, "__dict__"):
+            made.__dict__.update(value.__dict__)
+        return made
+    if isinstance(value, _SEQUENCES):
+        if type(value) is list or isinstance(value, tuple | frozenset):
+            return type(value)(items)
+        made = copy.copy(value)
+        _refill(made, items)
+        return made
+    if _has_fields(value):
+        made = copy.copy(value)
+        _set_fields(made, items)
+        return made
+    return pytree.tree_unflatten(items, pytree.tree_flatten(value, is_leaf=lambda part: part is not value)[1])
+
+
+def _rebuild_mapping(value: Mapping[Any, Any], items: list[Any]) -> Any:
+    mapped = dict(zip(value, items, strict=True))
+    kind: Any = type(value)
+    if kind is dict:
+        return mapped
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)
+        for key, item in mapped.items():
+            made[key] = item
+        return made
+    return kind(**mapped) if _has_fields(value) else kind(mapped)
+
+
+def _replace_items(value: Any, made: Any, items: list[Any]) -> None:
+    """Give `value` what its copy `made` holds now, if it is of a kind that can change."""
+    if isinstance(value, MutableMapping):
+        for key in [key for key in value if key not in made]:
+            del value[key]
+        for key, item in zip(made, items, strict=True):
+            value[key] = item
+    elif isinstance(value, list | deque | UserList | set):
+        _refill(value, items)
+    elif _has_fields(value):
+        _set_fields(value, items)
+
+
+def _refill(value: Any, items: list[Any]) -> None:
+    value.clear()
+    if isinstance(value, set):
+        value.update(items)
+    else:
+        value.extend(items)
+
+
+def _set_fields(value: Any, items: list[Any]) -> None:
+    for field, item in zip(dataclasses.fields(value), items, strict=True):
+        if getattr(value, field.name, None) is not item:
+            object.__setattr__(value, field.name, item)  # frozen or not
 
 
 def cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
