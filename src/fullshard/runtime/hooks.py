@@ -69,29 +69,27 @@ class UnitHooks:
 
     # Forward
 
-    def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any, outside: bool = False) -> Any:
         """Call a method of the module with the unit's events around it.
 
         `FSDPModule.__call__` comes here, not hooks of the module: hooks of the user then see full parameters whenever
         they were registered, and `torch.compile` finds nothing of ours in what it traces.
         """
-        return self._call(module, method, Inputs(args, kwargs), outside=False)
-
-    def use(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function that uses the unit's parameters outside of its forward."""
-        return self._call(module, function, Inputs(args, kwargs), outside=True)
-
-    def _call(self, module: nn.Module, function: Callable[..., Any], inputs: Inputs, outside: bool) -> Any:
+        inputs = Inputs(args, kwargs)
         if self._unit.shown is Shown.SUMMONED:
             # The parameters are there, in the dtype they are stored in.
-            return self._refuse_backward(function(*inputs.args, **inputs.kwargs))
+            return self._refuse_backward(method(*args, **kwargs))
         try:
             self._enter(module, inputs, outside)
-            output = function(*inputs.args, **inputs.kwargs)
+            output = method(*inputs.args, **inputs.kwargs)
             return self._leave(module, inputs, output, outside)
         except Exception:
             self._fail()
             raise
+
+    def use(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function that uses the unit's parameters outside of its forward."""
+        return self.run(module, function, args, kwargs, outside=True)
 
     def _enter(self, module: nn.Module, inputs: Inputs, outside: bool) -> None:
         """The unit's parameters are about to be used, by its forward or (`outside`) by something that is not in it.
@@ -283,10 +281,8 @@ def keep_out_of_graphs(module_class: type) -> None:
     Args:
         module_class: `FSDPModule`.
     """
-    around: list[tuple[type, str]] = [
-        (module_class, "__call__"),
-        (UnitHooks, "run"),
-    ]  # not what they call: that is the forward to compile
+    # Not what these call: that is the forward to compile.
+    around: list[tuple[type, str]] = [(module_class, "__call__"), (UnitHooks, "run"), (UnitHooks, "use")]
     inside: list[tuple[type, str]] = [(UnitHooks, name) for name in ("_enter", "_leave", "_fail", "_refuse_backward")]
     inside += [(UnitHooks, name) for name in ("pre_backward", "post_backward", "_pre_second_backward")]
     inside += [(_EndOfBackward, "__call__")]
