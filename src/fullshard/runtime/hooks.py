@@ -147,7 +147,11 @@ class UnitHooks:
         if dtype is not None:
             output = cast_floating(dtype, output)
         source = output._base if output._is_view() else output
-        return output.clone() if isinstance(source, nn.Parameter) and self._unit.holds(source) else output
+        if not isinstance(source, nn.Parameter):
+            return output
+        return (
+            output.clone() if any(source is full for flow in self._unit.flows for full in flow.buffers.full) else output
+        )
 
     def _fail(self) -> None:
         """The forward raised."""
@@ -308,7 +312,7 @@ class _EndOfBackward:
 
 def _warn_of_lost_graph(unit: Unit) -> None:
     """Gradients of parameters come with a graph that the reduction cuts off."""
-    if unit.has_graph_of_gradients:
+    if any(full.grad is not None and full.grad.requires_grad for flow in unit.flows for full in flow.buffers.full):
         warnings.warn(
             "backward(create_graph=True) reached parameters of a sharded module: their .grad are averaged over ranks "
             "and have no graph, so nothing can be differentiated through them. Through gradients of inputs it can: "

@@ -207,15 +207,6 @@ class Unit:
             return True
         return any(flow.has_full() for flow in self.flows)
 
-    @property
-    def has_graph_of_gradients(self) -> bool:
-        """Whether full gradients were computed with `create_graph=True`."""
-        return any(f.grad is not None and f.grad.requires_grad for flow in self.flows for f in flow.buffers.full)
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether this is one of the full parameters."""
-        return any(parameter is full for flow in self.flows for full in flow.buffers.full)
-
     # Commands, one method each
 
     def gather(self) -> None:
