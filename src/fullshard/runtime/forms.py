@@ -1,0 +1,76 @@
+"""The forms that values of a state dict can have, and the way from one to the other for a single tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.runtime.dtensors import local_of, sharded_like
+from fullshard.runtime.module import HANDLE
+from fullshard.runtime.whole import Gatherer, local_part
+
+
+class Kind(Enum):
+    """What stands for a sharded tensor."""
+
+    FULL = "whole tensors"
+    SHARDED = "DTensors"
+    LOCAL = "this rank's rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How values of a state dict are written.
+
+    Attributes:
+        kind: What stands for a sharded tensor.
+        offload_to_cpu: Values are on the CPU.
+        rank0_only: Only the first rank of the mesh keeps values. The others take part in gathers all the same.
+    """
+
+    kind: Kind = Kind.FULL
+    offload_to_cpu: bool = False
+    rank0_only: bool = False
+
+    def write(self, tensor: torch.Tensor, name: str, gatherer: Gatherer) -> torch.Tensor:
+        """`tensor` in this form, without gradient. FULL communicates, and gives a fresh tensor."""
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().cpu() if self.offload_to_cpu else tensor.detach()
+        if self.kind is Kind.FULL:
+            whole = gatherer.full(tensor, name)
+            return whole.cpu() if self.offload_to_cpu else whole
+        local = local_of(tensor).detach()
+        local = local.cpu() if self.offload_to_cpu else local
+        return local if self.kind is Kind.LOCAL else sharded_like(tensor, local)
+
+    def read(self, value: torch.Tensor, like: DTensor, fresh: bool = False) -> torch.Tensor:
+        """`value`, which was written in this form, as a `DTensor` like `like`. Does not communicate.
+
+        It may be a view of `value`, and then keeps all of it alive, unless it is to be `fresh`.
+
+        A value of another shape than the form asks for is returned as it is; who loads it says what does not fit.
+        """
+        if isinstance(value, DTensor):
+            return value
+        shape = local_of(like).shape if self.kind is Kind.LOCAL else like.shape
+        if value.shape != shape:
+            return value
+        local = value if self.kind is Kind.LOCAL else local_part(value, like)
+        own = local_of(like).device
+        device = like.device_mesh.device_type if own.type == "meta" else own
+        return sharded_like(like, local.to(device, copy=fresh))
+
+
+def keeps_values(model: nn.Module, form: Form) -> bool:
+    """Whether this rank's state dicts of `model` have values: always, or on the first rank of its mesh."""
+    if not form.rank0_only:
+        return True
+    for module in model.modules():
+        handle = module.__dict__.get(HANDLE)
+        if handle is not None:
+            return not any(handle.unit.place.mesh.get_coordinate())
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,247 @@
+"""State of any torch optimizer by parameter names, in the forms of `forms.py`.
+
+    {"state": {"layers.0.weight": {"step": tensor(3.), "exp_avg": ...}, ...},
+     "param_groups": [{"lr": 0.1, ..., "params": ["layers.0.weight", ...]}, ...]}
+
+Names are those of the plain model, whatever wraps it, so the state fits other numbers of ranks, and (full) the plain
+model's optimizer. State is written as the optimizer has it: of frozen parameters too, and none before a first step. No
+step is taken to make state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fullshard.runtime.forms import Form, Kind, keeps_values
+from fullshard.runtime.names import plain_name
+from fullshard.runtime.whole import Gatherer
+
+StateDict = dict[str, Any]
+
+
+def write_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, form: Form, state_dict: Mapping[str, Any] | None = None
+) -> StateDict:
+    """The state of `optimizer` by parameter names. All ranks must call it if the form is FULL.
+
+    Memory: the result where this rank keeps it, and one whole tensor at a time beside.
+
+    Args:
+        model: Has the optimizer's parameters.
+        optimizer: Any torch optimizer.
+        form: How values are written.
+        state_dict: What `optimizer.state_dict()` returned, if it is not to be called.
+
+    Raises:
+        ValueError: A parameter of the optimizer is not in the model.
+    """
+    saved = optimizer.state_dict() if state_dict is None else state_dict
+    names = _names_by_key(model, optimizer, saved)
+    gatherer, keep = Gatherer("full optimizer state"), keeps_values(model, form)
+    state: dict[str, dict[str, Any]] = {}
+    for key, name in names.items():
+        values = saved["state"].get(key)
+        if values is None:
+            continue
+        written = {kind: _write(value, f"{name}.{kind}", form, gatherer) for kind, value in values.items()}
+        if keep:
+            state[name] = written
+    if not keep:
+        return {}
+    others = {str(key): values for key, values in saved["state"].items() if key not in names}
+    groups = [
+        {**copy.deepcopy(_settings(group)), "params": [names[key] for key in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    return {"state": {**state, **others}, "param_groups": groups}
+
+
+def _write(value: Any, name: str, form: Form, gatherer: Gatherer) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    written = form.write(value, name, gatherer)
+    # A counter that goes on counting must not change what was saved.
+    return written.clone() if not isinstance(value, DTensor) and written.data_ptr() == value.data_ptr() else written
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def read_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, form: Form, named: Mapping[str, Any]
+) -> StateDict:
+    """The reverse of `write_optimizer`: what `optimizer.load_state_dict` takes. Does not communicate.
+
+    Groups of the optimizer get the settings of the saved group that has their parameters, in whatever order they were
+    saved. Parameters that have no saved state get none.
+
+    Raises:
+        ValueError: Saved and present parameters are not the same, a saved group is divided over several groups, or a
+            value has another shape than its parameter needs.
+    """
+    for part in ("state", "param_groups"):
+        if part not in named:
+            raise ValueError(f"the saved optimizer state has no {part!r}, only {sorted(map(str, named))}")
+    names = _names_by_key(model, optimizer, None)
+    parameters = _parameters_by_key(optimizer)
+    _check_names(set(names.values()), named)
+    reader = _Reader(form, optimizer, _counters(parameters, names, named))
+    keys = {name: key for key, name in names.items()}
+    state = {}
+    for name, values in named["state"].items():
+        key = keys.get(name)
+        if key is None:
+            state[name] = values  # not of a parameter
+        else:
+            state[key] = {kind: reader.read(kind, value, parameters[key], name) for kind, value in values.items()}
+    groups = []
+    for number, group in enumerate(_numbered_groups(optimizer)):
+        source = _group_of([names[key] for key in group], named["param_groups"], number)
+        groups.append({**copy.deepcopy(_settings(source)), "params": group})
+    return {"state": state, "param_groups": groups}
+
+
+def _check_names(present: set[str], named: Mapping[str, Any]) -> None:
+    saved = {name for group in named["param_groups"] for name in group["params"]}
+    missing, unexpected = sorted(present - saved), sorted(saved - present)
+    if missing or unexpected:
+        raise ValueError(
+            "the saved optimizer state is not of this optimizer's parameters. "
+            f"Not saved: {_some(missing)}. Saved, but not in the optimizer: {_some(unexpected)}. Build the optimizer "
+            "from the same parameters as when it was saved"
+        )
+
+
+def _group_of(names: list[str], saved: list[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
+    """The saved group with these parameters; one without parameters goes by its number."""
+    found = [group for group in saved if set(names) & set(group["params"])]
+    if not names and number < len(saved):
+        return saved[number]
+    if len(found) != 1:
+        raise ValueError(
+            f"the parameters of group {number} of the optimizer ({_some(names)}) were saved in {len(found)} groups, so "
+            "its settings are not known; make the same groups as when it was saved"
+        )
+    return found[0]
+
+
+def _counters(parameters: dict[int, torch.Tensor], names: dict[int, str], named: Mapping[str, Any]) -> set[str]:
+    """Kinds of state that are one number even of a parameter with rows: one number of a 0-d parameter, too."""
+    with_rows = (named["state"].get(name, {}) for key, name in names.items() if parameters[key].dim())
+    kinds = (kind for values in with_rows for kind, value in values.items() if getattr(value, "shape", None) == ())
+    return {"step", *kinds}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads values for an optimizer; `counters` are the kinds of state that stay plain tensors."""
+
+    form: Form
+    optimizer: torch.optim.Optimizer
+    counters: set[str]
+
+    def read(self, kind: str, value: Any, parameter: torch.Tensor, name: str) -> Any:
+        """One value of the state of `parameter`, as the optimizer computes with it."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        has = self.optimizer.state.get(parameter, {}).get(kind)
+        is_plain = kind in self.counters or (isinstance(has, torch.Tensor) and not isinstance(has, DTensor))
+        if is_plain or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+            return value.clone()
+        if isinstance(has, DTensor):
+            like = has
+        elif value.shape == parameter.shape or self.form.kind is Kind.LOCAL:
+            like = parameter
+        else:  # a factor of another shape, made from the gradient: every rank holds all of it
+            everywhere = [Replicate()] * parameter.device_mesh.ndim
+            return DTensor.from_local(value.to(parameter.device), parameter.device_mesh, everywhere, run_check=False)
+        # Fresh: a view of this rank's rows would keep the whole tensor in memory.
+        made = self.form.read(value, like, fresh=True)
+        if not isinstance(made, DTensor):
+            raise ValueError(
+                f"optimizer state {kind!r} of parameter {name!r} has shape {tuple(value.shape)}, but this optimizer "
+                f"needs shape {tuple(like.shape)} ({self.form.kind.value})"
+            )
+        return made
+
+
+# Names and numbers
+
+
+def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The numbers that `state_dict()` gives the parameters of each group."""
+    count = 0
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append(list(range(count, count + len(group["params"]))))
+        count += len(group["params"])
+    return groups
+
+
+def _parameters_by_key(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _names_by_key(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any] | None
+) -> dict[Any, str]:
+    """Name of each parameter by its key in a state dict of `optimizer`; keys are numbers unless `saved` has others."""
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    parameters = _parameters_by_key(optimizer)
+    unknown = [number for number, p in parameters.items() if id(p) not in names]
+    if unknown:
+        number = unknown[0]
+        raise ValueError(
+            f"parameter {number} of the {type(optimizer).__name__} (shape {tuple(parameters[number].shape)}) and "
+            f"{len(unknown) - 1} more are not parameters of this {type(model).__name__}; pass the model that the "
+            "optimizer was built for, and build the optimizer after sharding"
+        )
+    keys: Iterable[Any] = parameters
+    if saved is not None:
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+    return {key: names[id(p)] for key, p in zip(keys, parameters.values(), strict=True)}
+
+
+def _some(names: list[str]) -> str:
+    return (", ".join(repr(name) for name in names[:5]) or "none") + (" ..." if len(names) > 5 else "")
+
+
+def rekey(saved: Mapping[str, Any], to_names: bool, model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
+    """A state dict with names for keys where it had numbers, or the reverse; values are taken over as they are.
+
+    Args:
+        saved: Optimizer state dict, with keys of either kind.
+        to_names: The kind of keys that is wanted.
+        model: Has the parameters, sharded or not.
+        optimizer: Its numbers are meant.
+
+    Raises:
+        ValueError: Keys are of both kinds, or name parameters that the optimizer does not have.
+    """
+    kinds = {type(key) for key in saved["state"]} | {
+        type(key) for group in saved["param_groups"] for key in group["params"]
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"the optimizer state has keys of several types: {sorted(kind.__name__ for kind in kinds)}")
+    if kinds <= ({str} if to_names else {int}):
+        return dict(saved)
+    names: dict[Any, Any] = _names_by_key(model, optimizer, None)
+    table = names if to_names else {name: number for number, name in names.items()}
+    unknown = [key for group in saved["param_groups"] for key in group["params"] if key not in table]
+    if unknown:
+        raise ValueError(f"the optimizer has no parameters {_some([str(key) for key in unknown])}")
+    return {
+        "state": {table[key]: values for key, values in saved["state"].items()},
+        "param_groups": [
+            {**copy.deepcopy(_settings(group)), "params": sorted(table[key] for key in group["params"])}
+            for group in saved["param_groups"]
+        ],
+    }
