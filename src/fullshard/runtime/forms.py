@@ -39,7 +39,8 @@ class Form:
     def write(self, tensor: torch.Tensor, name: str, gatherer: Gatherer) -> torch.Tensor:
         """`tensor` in this form, without gradient. FULL communicates, and gives a fresh tensor."""
         if not isinstance(tensor, DTensor):
-            return tensor.detach().cpu() if self.offload_to_cpu else tensor.detach()
+            plain = tensor.detach() if tensor.requires_grad else tensor
+            return plain.cpu() if self.offload_to_cpu else plain
         if self.kind is Kind.FULL:
             whole = gatherer.full(tensor, name)
             return whole.cpu() if self.offload_to_cpu else whole

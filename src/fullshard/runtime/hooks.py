@@ -24,6 +24,7 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.inputs import Gradients, Inputs
+from fullshard.runtime.names import hide_compiled, show_compiled
 from fullshard.runtime.optimizers import check_optimizer
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
@@ -246,15 +247,17 @@ class UnitHooks:
         self._show_sharded()
 
     def post_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """The values of a state dict can be copied by `copy.deepcopy`, to be loaded again later."""
+        """Names are those of the plain model. Values can be copied by `copy.deepcopy`, to be loaded again later."""
+        hide_compiled(state, prefix)
         for name, value in state.items():
             # Parameters have no offset, see `sharded_like`; but the detached ones that torch puts in here do.
             if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
                 local = local_of(value)
                 state[name] = sharded_like(value, local, local.new_empty(0))
 
-    def pre_load(self, module: nn.Module, *_: Any) -> None:
+    def pre_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Values are loaded into sharded parameters."""
+        show_compiled(module, state, prefix)
         if self.engine is not None:
             self.engine.recover()
             self.engine.parameters_changed = True

@@ -23,6 +23,7 @@ from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks, keep_out_of_graphs
 from fullshard.runtime.init import mark_unfilled, note_unfilled
+from fullshard.runtime.loading import all_or_nothing
 from fullshard.runtime.unit import Unit
 
 # Where a sharded module carries its `Handle`.
@@ -137,6 +138,11 @@ class FSDPModule:
                 "every unit of the model"
             )
         engine.reset()
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As of any module, and if it raises nothing has been changed."""
+        with all_or_nothing(cast(nn.Module, self)):
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     # Settings
 

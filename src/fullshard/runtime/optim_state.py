@@ -11,14 +11,16 @@ step is taken to make state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from fullshard.runtime.collectives import broadcast_from_first, exchange
 from fullshard.runtime.forms import Form, Kind, keeps_values
 from fullshard.runtime.names import plain_name
 from fullshard.runtime.whole import Gatherer
@@ -31,7 +33,7 @@ def write_optimizer(
 ) -> StateDict:
     """The state of `optimizer` by parameter names. All ranks must call it if the form is FULL.
 
-    Memory: the result where this rank keeps it, and one whole tensor at a time beside.
+    Memory: the result where this rank keeps it; elsewhere the state of one parameter at a time.
 
     Args:
         model: Has the optimizer's parameters.
@@ -76,12 +78,23 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, form: Form, named: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    form: Form,
+    named: Mapping[str, Any],
+    fetch: Callable[[Any, str], Any] = lambda value, _name: value,
 ) -> StateDict:
     """The reverse of `write_optimizer`: what `optimizer.load_state_dict` takes. Does not communicate.
 
     Groups of the optimizer get the settings of the saved group that has their parameters, in whatever order they were
     saved. Parameters that have no saved state get none.
+
+    Args:
+        model: Has the optimizer's parameters.
+        optimizer: Any torch optimizer; it is not changed.
+        form: How values were written.
+        named: What `write_optimizer` returned, at any number of ranks.
+        fetch: Gets each value and its name, in the order in which they were saved, and returns the value to read.
 
     Raises:
         ValueError: Saved and present parameters are not the same, a saved group is divided over several groups, or a
@@ -101,7 +114,11 @@ def read_optimizer(
         if key is None:
             state[name] = values  # not of a parameter
         else:
-            state[key] = {kind: reader.read(kind, value, parameters[key], name) for kind, value in values.items()}
+            parameter = parameters[key]
+            state[key] = {
+                kind: reader.read(kind, fetch(value, f"{name}.{kind}"), parameter, name)
+                for kind, value in values.items()
+            }
     groups = []
     for number, group in enumerate(_numbered_groups(optimizer)):
         source = _group_of([names[key] for key in group], named["param_groups"], number)
@@ -171,6 +188,71 @@ class _Reader:
                 f"needs shape {tuple(like.shape)} ({self.form.kind.value})"
             )
         return made
+
+
+# From one rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A tensor that follows by itself; `number` counts in the order in which they follow."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def scatter_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[str, Any] | None,
+    group: dist.ProcessGroup | None = None,
+) -> StateDict:
+    """As `read_optimizer` in full form, where only the first rank of `group` has the state. All ranks must call it.
+
+    Memory: this rank's part of the result, and one whole tensor at a time beside.
+
+    Args:
+        model: As of `read_optimizer`.
+        optimizer: As of `read_optimizer`.
+        named: Full state by names on the first rank; what other ranks pass is not looked at.
+        group: Ranks that take part; default all.
+
+    Raises:
+        ValueError: As of `read_optimizer`, or the first rank has no state dict. On every rank.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    assert group is not None, "a sharded model has a process group"
+    skeleton, tensors = _announce(named) if group.rank() == 0 and named is not None else (None, [])
+    skeleton = exchange(skeleton, group)[0]
+    if skeleton is None:
+        raise ValueError(f"rank {dist.get_process_group_ranks(group)[0]} has no optimizer state to give to the others")
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+    def fetch(value: Any, name: str) -> Any:
+        if not isinstance(value, _Announced):
+            return value
+        whole = tensors[value.number].detach() if tensors else torch.empty(value.shape, dtype=value.dtype)
+        sent = whole.to(device).contiguous()
+        broadcast_from_first(sent, group, name)
+        return sent if value.shape else sent.cpu()  # counters live on the CPU, whatever the device
+
+    return read_optimizer(model, optimizer, Form(), skeleton, fetch)
+
+
+def _announce(named: Mapping[str, Any]) -> tuple[StateDict, list[torch.Tensor]]:
+    """A picklable copy of the state dict without the tensors, and the tensors."""
+    tensors: list[torch.Tensor] = []
+
+    def announce(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors.append(value)
+        return _Announced(len(tensors) - 1, value.shape, value.dtype)
+
+    state = {name: {kind: announce(value) for kind, value in values.items()} for name, values in named["state"].items()}
+    return {**named, "state": state}, tensors
 
 
 # Names and numbers

@@ -133,6 +133,7 @@ def _full(member: Member, gatherer: Gatherer, settings: Summon) -> nn.Parameter 
         whole = gatherer.full(tensor, member.spec.name)
         if settings.on_this_rank:
             full.append(whole.cpu() if settings.offload_to_cpu else whole)
+        del whole  # before the next one is gathered
     if not full:
         return None
     parameter = nn.Parameter(full[0], requires_grad=sharded.requires_grad)

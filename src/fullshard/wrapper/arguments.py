@@ -38,8 +38,8 @@ class Arguments:
 
     def __post_init__(self) -> None:
         self._set("sharding_strategy", ShardingStrategy.accept(self.sharding_strategy))
-        self._set("cpu_offload", _alike("cpu_offload", CPUOffload, self.cpu_offload) or CPUOffload())
-        self._set("mixed_precision", _alike("mixed_precision", MixedPrecision, self.mixed_precision))
+        self._set("cpu_offload", alike("cpu_offload", CPUOffload, self.cpu_offload) or CPUOffload())
+        self._set("mixed_precision", alike("mixed_precision", MixedPrecision, self.mixed_precision))
         prefetch: Any = self.backward_prefetch
         if prefetch is not None and getattr(prefetch, "name", None) not in BackwardPrefetch.__members__:
             raise TypeError(f"backward_prefetch must be a BackwardPrefetch or None, got {prefetch!r}")
@@ -100,7 +100,7 @@ class Arguments:
             )
 
 
-def _alike(name: str, cls: type[Any], value: Any) -> Any:
+def alike(name: str, cls: type[Any], value: Any) -> Any:
     """`value` itself, or a `cls` with the fields of an object of another library's class of the same name."""
     if value is None or isinstance(value, cls):
         return value

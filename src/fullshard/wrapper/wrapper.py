@@ -29,13 +29,13 @@ from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
 from fullshard.wrapper.arguments import Arguments
 from fullshard.wrapper.auto_wrap import auto_wrap
 from fullshard.wrapper.filling import cast_buffers, fill
-from fullshard.wrapper.naming import Transparent
+from fullshard.wrapper.optim_state import OptimizerStates
 from fullshard.wrapper.places import LeftAlone, ignored_in
 from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision
 from fullshard.wrapper.wrap import WrapPolicy, _Policy
 
 
-class FullyShardedDataParallel(FSDPModule, Transparent):
+class FullyShardedDataParallel(FSDPModule, OptimizerStates):
     """Wraps a module, shards its parameters over the data-parallel ranks, and calls it like the module itself.
 
     Parameters are those of the wrapped module that no wrapper inside of it has; they become `DTensor`s under their own
@@ -186,7 +186,7 @@ class FullyShardedDataParallel(FSDPModule, Transparent):
     # State dicts
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the wrapped module: no name contains the wrapper, buffers have their original dtypes."""
+        """As of the wrapped module, see `StateDicts.state_dict`; buffers have their original dtypes."""
         made = super().state_dict(*args, **kwargs)
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         for name, dtype in self._buffer_dtypes.items():
@@ -335,7 +335,8 @@ def _check_module(module: object) -> None:
             "inner modules first"
         )
     unowned = any(REGISTRY.owner(parameter) is None for parameter in module.parameters())
-    if type(module).forward is nn.Module.forward and unowned:
+    # Of the object: a compiled module has its forward there.
+    if getattr(module.forward, "__func__", None) is nn.Module.forward and unowned:
         raise ValueError(
             f"a {type(module).__name__} has no forward, so it would never be gathered; wrap each of its modules"
         )
