@@ -74,22 +74,22 @@ def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full_tensor(p, name) for name, p in model.named_parameters()}
 
 
-def assert_same(got: Any, want: Any, where: str = "") -> None:
-    """Bit-equal values, the same types and structure."""
+def assert_same(got: Any, want: Any, where: str = "", tolerance: float = 1e-12) -> None:
+    """The same values, types and structure."""
     if isinstance(want, dict):
         assert sorted(got) == sorted(want), where
         for key in want:
-            assert_same(got[key], want[key], f"{where}.{key}")
+            assert_same(got[key], want[key], f"{where}.{key}", tolerance)
     elif isinstance(want, torch.Tensor):
         assert type(got) is type(want), where
         if where.endswith("mu_product"):  # torch itself casts it to the parameter's dtype when it is loaded
             got = got.to(want.dtype)
         assert (got.dtype, got.shape) == (want.dtype, want.shape), where
-        torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12, msg=(where + "\n{}").format)
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance, msg=(where + "\n{}").format)
     elif isinstance(want, list):
         assert len(got) == len(want), where
         for number, (one, other) in enumerate(zip(got, want, strict=True)):
-            assert_same(one, other, f"{where}[{number}]")
+            assert_same(one, other, f"{where}[{number}]", tolerance)
     else:
         assert got == want, (where, got, want)
 
@@ -123,8 +123,9 @@ def load_and_go_on(rank: int, name: str, saved: list[Any]) -> None:
         optimizer.load_state_dict(read_optimizer(model, optimizer, Form(), state))
         assert_same(write_optimizer(model, optimizer, Form()), state)
         step(model, optimizer)
-        assert_same(write_optimizer(model, optimizer, Form()), want[0])
-        assert_same(full_values(model), want[1])
+        tolerance = 1e-12 if name == "AdamW" else 1e-6  # NAdam's product is float32 at first
+        assert_same(write_optimizer(model, optimizer, Form()), want[0], tolerance=tolerance)
+        assert_same(full_values(model), want[1], tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
