@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from math import inf
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.runtime.collectives import sum_scalars
 from fullshard.runtime.dtensors import local_of
@@ -17,18 +18,24 @@ from fullshard.runtime.unit import Unit
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,  # noqa: ARG001 - of torch's signature; flat shards need no grouping of tensors
 ) -> torch.Tensor:
-    """Scale the gradients of `model` so that their global norm is at most `max_norm`.
+    """Scale gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
-    Every rank of the data-parallel mesh must call it; every rank gets the same result. Parameters that no unit owns
-    (ignored ones) count with this rank's gradient, which is taken to be the same on all ranks.
+    Every rank of the data-parallel mesh must call it for the same parameters; every rank gets the same result.
+    Parameters that no unit owns (ignored ones) may be among them, which torch's function refuses; they count with this
+    rank's gradient, which is taken to be the same on all ranks.
 
     Args:
-        model: A module with sharded parameters in it.
+        parameters: A model, or parameters of one or more models.
         max_norm: Largest norm allowed.
         norm_type: Order p of the norm; `float("inf")` for the largest absolute value.
         error_if_nonfinite: Raise if the norm is infinite or NaN, before any gradient is changed.
+        foreach: Accepted and not used.
 
     Returns:
         The norm before clipping: 0-d tensor, float32 (float64 if any gradient is float64), on the gradients' device.
@@ -42,40 +49,46 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive (2.0, or float('inf') for the largest value), got {norm_type}")
-    units, plain = _owners(model)
-    pieces = [piece for unit in units for flow in unit.flows for piece in _pieces(flow)]
-    gradients = [p.grad for p in plain if p.grad is not None]
-    total = _total_norm(units, gradients, norm_type)
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    wanted = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+    flows, plain = _owners(wanted)
+    pieces = [piece for flow in flows for piece in _pieces(flow, wanted)]
+    total = _total_norm(flows, wanted, plain, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
             "look for the first loss that is not finite, or skip this step"
         )
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for piece in [*pieces, *gradients]:
-        piece.mul_(coefficient.to(piece.dtype))
+    for piece in [*pieces, *plain]:
+        # A DTensor that no unit owns, of a mesh of its own, is scaled on its local part.
+        local = local_of(piece) if isinstance(piece, DTensor) else piece
+        local.mul_(coefficient.to(piece.dtype))
     return total
 
 
-def _owners(model: nn.Module) -> tuple[list[Unit], list[nn.Parameter]]:
-    """Units that own parameters of `model`, in order, and parameters that no unit owns."""
+def _owners(wanted: dict[int, torch.Tensor]) -> tuple[list[GradientFlow], list[torch.Tensor]]:
+    """Flows of the units that own some of the parameters, in order; gradients of parameters that no unit owns."""
     units: dict[int, Unit] = {}
     plain = []
-    for parameter in model.parameters():
+    for parameter in wanted.values():
         unit = REGISTRY.owner(parameter)
-        if unit is None:
-            plain.append(parameter)
-        else:
+        if unit is not None:
             units.setdefault(id(unit), unit)
-    return list(units.values()), plain
+        elif parameter.grad is not None:
+            plain.append(parameter.grad)
+    return [flow for unit in units.values() for flow in unit.flows], plain
 
 
-def _pieces(flow: GradientFlow) -> list[torch.Tensor]:
-    """Local gradients of one flow: the flat gradient shard, or one tensor a parameter if the user replaced some."""
-    flat = flow.flat()
-    if flat is not None:
-        return [flat]
-    return [local_of(parameter.grad) for parameter in flow.sharded if parameter.grad is not None]
+def _pieces(flow: GradientFlow, wanted: Container[int]) -> list[torch.Tensor]:
+    """Local gradients of one flow: the flat gradient shard where it is whole, else one tensor a parameter."""
+    # Between trainable parameters of a flat shard, frozen ones have ranges that no gradient says anything about.
+    if all(parameter.requires_grad and id(parameter) in wanted for parameter in flow.sharded):
+        flat = flow.flat()
+        if flat is not None:
+            return [flat]
+    return [local_of(p.grad) for p in flow.sharded if p.grad is not None and id(p) in wanted]
 
 
 # A few numbers to be summed over some groups, one after the other: gradients of parameters whose different parts lie
@@ -83,17 +96,17 @@ def _pieces(flow: GradientFlow) -> list[torch.Tensor]:
 _Sums = dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]]
 
 
-def _total_norm(units: list[Unit], plain: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _total_norm(
+    flows: list[GradientFlow], wanted: Container[int], plain: list[torch.Tensor], norm_type: float
+) -> torch.Tensor:
     """The global norm, 0-d. Each mesh's axes add up their own parts of parameters; replicas hold equal sums."""
-    pieces = [*plain, *(piece for unit in units for flow in unit.flows for piece in _pieces(flow))]
-    dtype = _norm_dtype(pieces)
-    device = units[0].place.device if units else torch.device("cpu")
+    dtype = _norm_dtype([*plain, *(piece for flow in flows for piece in _pieces(flow, wanted))])
+    device = flows[0].place.device if flows else next((g.device for g in plain), torch.device("cpu"))
     sums: _Sums = {}
-    for unit in units:
-        for flow in unit.flows:
-            for groups, gradients in _parts(flow):
-                powers = [_power(gradient, norm_type, dtype) for gradient in gradients]
-                sums.setdefault(tuple(id(group) for group in groups), (groups, []))[1].extend(powers)
+    for flow in flows:
+        for groups, gradients in _parts(flow, wanted):
+            powers = [_power(gradient, norm_type, dtype) for gradient in gradients]
+            sums.setdefault(tuple(id(group) for group in groups), (groups, []))[1].extend(powers)
     total = _combine((_power(gradient, norm_type, dtype) for gradient in plain), norm_type, dtype, device)
     for groups, powers in sums.values():
         part = _combine(powers, norm_type, dtype, device)
@@ -103,18 +116,18 @@ def _total_norm(units: list[Unit], plain: list[torch.Tensor], norm_type: float) 
     return total if norm_type == inf else total ** (1.0 / norm_type)
 
 
-def _parts(flow: GradientFlow) -> Iterator[tuple[list[dist.ProcessGroup], list[torch.Tensor]]]:
+def _parts(flow: GradientFlow, wanted: Container[int]) -> Iterator[tuple[list[dist.ProcessGroup], list[torch.Tensor]]]:
     """Local gradients of one flow, with the groups on whose ranks the other parts of their parameters are.
 
     Every group of the flow comes, with or without gradients here, so that all ranks sum the same.
     """
     group, dresses = flow.place.shard_group, flow.buffers.dresses
     if all(dress.is_plain for dress in dresses) and not any(spec.replicated for spec in flow.buffers.specs):
-        yield [group], _pieces(flow)
+        yield [group], _pieces(flow, wanted)
         return
     for parameter, spec, dress in zip(flow.sharded, flow.buffers.specs, dresses, strict=True):
         # What every rank of the shard axis holds whole, the first one counts.
-        counted_here = not spec.replicated or flow.buffers.world.rank == 0
+        counted_here = id(parameter) in wanted and (not spec.replicated or flow.buffers.world.rank == 0)
         gradients = [local_of(parameter.grad)] if parameter.grad is not None and counted_here else []
         yield [group, *dress.sharding_groups()], gradients
 
@@ -128,6 +141,8 @@ def _power(tensor: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.
     if not tensor.numel():
         return torch.zeros((), dtype=dtype, device=tensor.device)
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     return norm if norm_type == inf else norm**norm_type
 
 

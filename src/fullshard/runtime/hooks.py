@@ -65,7 +65,6 @@ class UnitHooks:
         made._unit = copy.deepcopy(self._unit, memo)
         made.engine, made._ran, made._pending = None, set(), 0
         REGISTRY.hooks[made._unit] = weakref.ref(made)
-        REGISTRY.hooks[made._unit] = weakref.ref(made)
         return made
 
     # Forward

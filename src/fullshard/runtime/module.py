@@ -382,7 +382,7 @@ class FSDPModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise MisuseError(
-            f"a sharded {type(self).__mro__[2].__name__} cannot be pickled, nor saved whole by torch.save: its shards "
+            f"a sharded module ({type(self).__name__}) cannot be pickled, nor saved whole by torch.save: its shards "
             "belong to the process groups of this run. Save its state_dict(): by torch.distributed.checkpoint.save, "
             "which writes every rank's part, or on one rank after value.full_tensor() of each value on all ranks"
         )
