@@ -152,7 +152,7 @@ def _warn_if_one_unit(root: nn.Module, chosen: dict[nn.Module, Arguments], ignor
     warnings.warn(
         f"auto_wrap_policy {what}, so the whole model is one unit: all of its parameters are gathered at once, and "
         f"nothing overlaps. {hint}: ModuleWrapPolicy takes classes, size_based_auto_wrap_policy a min_num_params",
-        stacklevel=6,
+        stacklevel=4,
     )
 
 

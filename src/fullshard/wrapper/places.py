@@ -76,7 +76,7 @@ def ignored_in(
     if module in inside:
         warnings.warn(
             f"the {type(module).__name__} that is wrapped is itself ignored, so none of its parameters is sharded",
-            stacklevel=5,
+            stacklevel=3,
         )
     wanted = {id(parameter) for parameter in parameters}
     wanted |= {id(parameter) for part in inside for parameter in part.parameters(recurse=False)}

@@ -1,0 +1,364 @@
+"""What a wrapped module looks like: names, attributes, state dicts, and the methods of the wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+import fullshard.api
+import fullshard.fully_sharded_data_parallel
+import fullshard.wrap
+from cluster import Cluster
+from fullshard import (
+    FSDP,
+    BackwardPrefetch,
+    CPUOffload,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from fullshard.errors import AlreadyShardedError, MisuseError
+from fullshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from models import by_name, make_model
+from networks import Blocks, Residual
+
+
+def blocks() -> FSDP:
+    torch.manual_seed(0)
+    return FSDP(Blocks(), auto_wrap_policy=ModuleWrapPolicy({Residual}))
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def test_constructor_arguments_are_torchs() -> None:
+    ours = list(inspect.signature(FullyShardedDataParallel.__init__).parameters.values())
+    theirs = list(inspect.signature(torch_fsdp.FullyShardedDataParallel.__init__).parameters.values())
+    assert [each.name for each in ours[: len(theirs)]] == [each.name for each in theirs]
+    for mine, other in zip(ours, theirs, strict=False):
+        assert getattr(mine.default, "name", mine.default) == getattr(other.default, "name", other.default), mine.name
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in ours[len(theirs) :])
+
+
+def test_settings_have_torchs_fields_and_defaults() -> None:
+    for name in torch_fsdp.__all__:
+        theirs, ours = getattr(torch_fsdp, name), getattr(fullshard, name, None)
+        if ours is None or not hasattr(theirs, "__dataclass_fields__") or name.endswith("Policy"):
+            continue
+        if name == "StateDictSettings":
+            continue  # ours has defaults
+        if name == "DataParallelMeshDims":
+            continue
+        made, other = ours(), theirs()
+        assert {field: repr(getattr(made, field)) for field in theirs.__dataclass_fields__} == {
+            field: repr(getattr(other, field)) for field in theirs.__dataclass_fields__
+        }, name
+    for name in ("ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"):
+        assert set(getattr(torch_fsdp, name).__members__) <= set(getattr(fullshard, name).__members__)
+
+
+def test_modules_hold_the_names_that_torchs_do() -> None:
+    for ours, theirs in (
+        (fullshard.wrap, "torch.distributed.fsdp.wrap"),
+        (fullshard.api, "torch.distributed.fsdp.api"),
+    ):
+        module = __import__(theirs, fromlist=["__all__"])
+        assert set(module.__all__) <= set(ours.__all__)
+    assert fullshard.fully_sharded_data_parallel.FullyShardedDataParallel is FSDP is FullyShardedDataParallel
+
+
+def check_snippet(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with pytest.warns(UserWarning, match="whole model is one unit"):
+        model = FSDP(
+            model,
+            sharding_strategy=ShardingStrategy.FULL_SHARD,
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            auto_wrap_policy=size_based_auto_wrap_policy,
+        )
+    optimizer = torch.optim.AdamW(model.parameters())
+    output = model(torch.ones(2, 8))
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    optimizer.step()
+
+
+def test_the_snippet_of_the_readme_runs_as_it_stands(cluster: Cluster) -> None:
+    cluster.run(check_snippet)
+
+
+def check_names(rank: int) -> None:
+    plain, wrapped = Blocks(), blocks()
+    outer = nn.Sequential(wrapped)
+    for ours, prefix in ((wrapped, ""), (outer, "0.")):
+        assert [prefix + name for name, _ in plain.named_parameters()] == [name for name, _ in ours.named_parameters()]
+        assert [prefix + name for name in plain.state_dict()] == list(ours.state_dict())
+        assert not any("_fsdp_wrapped_module" in name for name, _ in ours.named_modules())
+        assert not any("_fsdp_wrapped_module" in name for name in ours.state_dict()._metadata)
+    assert set(plain.state_dict()._metadata) == set(wrapped.state_dict()._metadata)
+    assert wrapped.get_parameter("blocks.0.up.weight") is dict(wrapped.named_parameters())["blocks.0.up.weight"]
+    assert isinstance(wrapped.blocks[0], FSDP)
+    assert isinstance(wrapped.blocks[0].module, Residual)
+    assert "_fsdp_wrapped_module" in dict(wrapped.named_children())
+    assert isinstance(FSDP(nn.Sequential(nn.Linear(2, 2)))[0], nn.Linear)
+    assert "FullyShardedDataParallel(" in repr(wrapped)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = wrapped.nothing_like_it
+
+
+def test_no_name_shows_the_wrapper(cluster: Cluster) -> None:
+    cluster.run(check_names)
+
+
+def check_state_dicts(rank: int) -> None:
+    """Both ways between the wrapped and the plain module, also from a dict with wrappers in its names."""
+    source = blocks()
+    saved = source.state_dict()
+    plain = Blocks()
+    plain.load_state_dict({name: full(value) for name, value in saved.items()})
+    target = blocks()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.zero_()
+    hidden = {
+        f"_fsdp_wrapped_module.{name}".replace("blocks.0.", "blocks.0._fsdp_wrapped_module."): value
+        for name, value in saved.items()
+    }
+    for each in (saved, hidden):
+        target.load_state_dict(each)
+        torch.testing.assert_close(target(batch(rank)), plain(batch(rank)))
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.zero_()
+    nn.Sequential(target).load_state_dict({f"0.{name}": value for name, value in saved.items()})
+    torch.testing.assert_close(target(batch(rank)), plain(batch(rank)))
+    broken = dict(saved)
+    broken["blocks.0.extra"] = broken.pop("blocks.0.up.weight")
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks.0.up.weight"') as caught:
+        target.load_state_dict(broken)
+    assert "_fsdp_wrapped_module" not in str(caught.value)
+    incompatible = target.load_state_dict(broken, strict=False)
+    assert incompatible.missing_keys == ["blocks.0.up.weight"]
+    assert incompatible.unexpected_keys == ["blocks.0.extra"]
+
+
+def test_state_dicts_load_both_ways(cluster: Cluster) -> None:
+    cluster.run(check_state_dicts)
+
+
+def check_roots(rank: int) -> None:
+    model = blocks()
+    assert FSDP.fsdp_modules(model) == [model, *model.blocks]
+    assert FSDP.fsdp_modules(nn.Sequential(model, blocks()), root_only=True)[0] is model
+    assert len(FSDP.fsdp_modules(nn.Sequential(model, blocks()), root_only=True)) == 2
+    assert model.check_is_root()
+    assert not any(block.check_is_root() for block in model.blocks)
+    assert isinstance(model, FSDPModule)
+    assert (model.rank, model.world_size, model.process_group) == (rank, dist.get_world_size(), dist.group.WORLD)
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    for method in (lambda each: each.no_sync().__enter__(), lambda each: each.clip_grad_norm_(1.0)):
+        with pytest.raises(MisuseError, match="outermost"):
+            method(model.blocks[0])
+
+
+def test_the_root_is_the_outermost_wrapper(cluster: Cluster) -> None:
+    cluster.run(check_roots)
+
+
+def check_no_sync(rank: int) -> None:
+    model, reference = blocks(), Blocks()
+    reference.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    for each in range(dist.get_world_size()):
+        for microbatch in range(3):
+            (reference(batch(10 * microbatch + each)).square().sum() / dist.get_world_size()).backward()
+    for microbatch in range(3):
+        with model.no_sync() if microbatch < 2 else contextlib.nullcontext():
+            loss = model(batch(10 * microbatch + rank)).square().sum()
+            with pytest.raises(MisuseError, match="between steps"):
+                inside(model)
+            loss.backward()
+        held = [parameter.grad is not None for parameter in model.parameters()]
+        assert all(held) if microbatch == 2 else not any(held)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), reference.get_parameter(name).grad)
+    norm = model.clip_grad_norm_(0.5)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), reference.get_parameter(name).grad)
+
+
+def inside(model: FSDP) -> None:
+    """Clip while the model's forward runs."""
+    handle = model.blocks[1].module.register_forward_hook(lambda *_: model.clip_grad_norm_(1.0))
+    try:
+        model(torch.ones(2, 3, 4))
+    finally:
+        handle.remove()
+
+
+def test_no_sync_holds_gradients_and_clipping_is_global(cluster: Cluster) -> None:
+    cluster.run(check_no_sync)
+
+
+def check_apply(rank: int) -> None:
+    model = blocks()
+    seen: list[torch.Size] = []
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            seen.append(module.weight.shape)
+            with torch.no_grad():
+                module.weight.copy_(torch.arange(module.weight.numel()).view_as(module.weight))
+
+    assert model.apply(fill) is model
+    plain = Blocks().apply(fill)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight") and parameter.dim() == 2 and "norm" not in name:
+            torch.testing.assert_close(full(parameter), plain.get_parameter(name))
+
+
+def test_apply_sees_full_parameters_and_keeps_edits(cluster: Cluster) -> None:
+    cluster.run(check_apply)
+
+
+def check_copy_and_checkpointing(rank: int) -> None:
+    model = blocks()
+    copied = copy.deepcopy(model)
+    apply_activation_checkpointing(copied, check_fn=lambda module: isinstance(module, Residual))
+    for each in (model, copied):
+        each(batch(rank)).square().sum().backward()
+    assert isinstance(copied.blocks[0].module, Residual)
+    for one, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert one is not other
+        torch.testing.assert_close(full(one.grad), full(other.grad))
+
+
+def test_copies_and_checkpointing_after_wrapping_train_the_same(cluster: Cluster) -> None:
+    cluster.run(check_copy_and_checkpointing)
+
+
+def check_groups(rank: int) -> None:
+    """Ranks given as process groups: one, the pair of a hybrid strategy, and hosts that are found."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = FSDP(nn.Linear(4, 4), process_group=halves[rank // 2])
+    assert model.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]][rank // 2]
+    pair = (halves[rank // 2], columns[rank % 2])
+    hybrid = FSDP(nn.Linear(4, 4), process_group=pair, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert hybrid.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    replicated = FSDP(nn.Linear(4, 4), process_group=halves[rank // 2], sharding_strategy=ShardingStrategy.NO_SHARD)
+    for each, ranks in ((model, [rank // 2 * 2, rank // 2 * 2 + 1]), (hybrid, range(4)), (replicated, None)):
+        each(torch.full((1, 4), float(rank))).sum().backward()
+        mean = sum(ranks or [rank // 2 * 2, rank // 2 * 2 + 1]) / len(ranks or [0, 1])
+        torch.testing.assert_close(full(each.weight.grad), torch.full((4, 4), mean))
+    with pytest.warns(UserWarning, match="one replica of 4 ranks"):
+        hosts = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert hosts.weight.device_mesh.mesh.tolist() == [[0, 1, 2, 3]]
+
+
+def test_process_groups_say_where_to_shard(cluster: Cluster) -> None:
+    cluster.run(check_groups, world_size=4)
+
+
+def check_misuse(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, "sharding_strategy must be", {"sharding_strategy": 3}),
+        (TypeError, "mixed_precision must be", {"mixed_precision": torch.bfloat16}),
+        (TypeError, "backward_prefetch must be", {"backward_prefetch": True}),
+        (TypeError, "auto_wrap_policy must be callable", {"auto_wrap_policy": 3}),
+        (TypeError, "use_orig_params must be a bool", {"use_orig_params": "yes"}),
+        (ValueError, "takes a 1-D mesh", {"device_mesh": mesh}),
+        (ValueError, "pass only one", {"device_mesh": mesh, "process_group": dist.group.WORLD}),
+        (
+            ValueError,
+            "pair of process groups",
+            {"process_group": dist.group.WORLD, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+        ),
+        (ValueError, "names an accelerator", {"device_id": 0}),
+        (TypeError, "must be an iterable", {"ignored_modules": 3}),
+        (
+            ValueError,
+            "either modules or parameters",
+            {"ignored_states": [nn.Linear(1, 1), nn.Parameter(torch.ones(1))]},
+        ),
+        (ValueError, "cannot be given together", {"ignored_states": [], "ignored_modules": []}),
+    ]
+    for error, text, options in cases:
+        model = nn.Linear(4, 4)
+        with pytest.raises(error, match=text):
+            FSDP(model, **options)
+        assert isinstance(model.weight, nn.Parameter)
+        assert not hasattr(model.weight, "placements")
+    with pytest.raises(TypeError, match=r"wraps an nn.Module"):
+        FSDP(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no forward"):
+        FSDP(nn.ModuleList([nn.Linear(2, 2)]))
+    wrapped = FSDP(nn.Linear(4, 4), cpu_offload=CPUOffload(True), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    assert wrapped.cpu_offload.offload_params
+    with pytest.raises(AlreadyShardedError, match=r"already sharded \(at .*test_wrapper_class.py"):
+        FSDP(wrapped)
+    with pytest.raises(ValueError, match="'0' is wrapped already"):
+        FSDP(nn.Sequential(wrapped), auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=1))
+
+
+def test_wrong_arguments_are_refused_before_anything_changes(cluster: Cluster) -> None:
+    """B87: a second wrap names the place of the first one."""
+    cluster.run(check_misuse)
+
+
+def check_frozen(rank: int) -> None:
+    """B17: frozen and trainable parameters in one unit."""
+    case = by_name("frozen")
+    model = FSDP(make_model(case))
+    model(*[value.float() for value in case.make_input(rank, 0)]).sum().backward()
+    for parameter in model.parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad
+    flows = model.__dict__["_fullshard"].unit.flows
+    trainable = sum(parameter.to_local().numel() for parameter in model.parameters() if parameter.requires_grad)
+    reduced = sum(flow.plan().numel for flow in flows)
+    assert reduced < trainable + 64  # padding only
+
+
+def test_frozen_parameters_in_a_unit_cost_no_gradient(cluster: Cluster) -> None:
+    """B17."""
+    cluster.run(check_frozen)
+
+
+def check_foreign_settings(rank: int) -> None:
+    """A library that was not told of the change hands over torch's own settings."""
+    model = FSDP(
+        Blocks(),
+        sharding_strategy=torch_fsdp.ShardingStrategy.SHARD_GRAD_OP,  # type: ignore[arg-type]
+        mixed_precision=torch_fsdp.MixedPrecision(param_dtype=torch.bfloat16),  # type: ignore[arg-type]
+        cpu_offload=torch_fsdp.CPUOffload(),  # type: ignore[arg-type]
+        backward_prefetch=torch_fsdp.BackwardPrefetch.BACKWARD_PRE,  # type: ignore[arg-type]
+        auto_wrap_policy=torch_fsdp.wrap.ModuleWrapPolicy({Residual}),
+    )
+    assert model(batch(rank)).dtype == torch.bfloat16
+    assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert len(FSDP.fsdp_modules(model)) == 3
+
+
+def test_settings_of_torchs_classes_are_accepted(cluster: Cluster) -> None:
+    cluster.run(check_foreign_settings)
