@@ -259,18 +259,17 @@ def test_copies_and_checkpointing_after_wrapping_train_the_same(cluster: Cluster
 
 def check_groups(rank: int) -> None:
     """Ranks given as process groups: one, the pair of a hybrid strategy, and hosts that are found."""
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = FSDP(nn.Linear(4, 4), process_group=halves[rank // 2])
-    assert model.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]][rank // 2]
-    pair = (halves[rank // 2], columns[rank % 2])
-    hybrid = FSDP(nn.Linear(4, 4), process_group=pair, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    assert hybrid.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    replicated = FSDP(nn.Linear(4, 4), process_group=halves[rank // 2], sharding_strategy=ShardingStrategy.NO_SHARD)
-    for each, ranks in ((model, [rank // 2 * 2, rank // 2 * 2 + 1]), (hybrid, range(4)), (replicated, None)):
+    mine = [rank % 2, rank % 2 + 2]
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
+    shard, replicate = groups[rank % 2], groups[2 + rank // 2]
+    model = FSDP(nn.Linear(4, 4), process_group=shard)
+    assert model.weight.device_mesh.mesh.tolist() == mine
+    hybrid = FSDP(nn.Linear(4, 4), process_group=(shard, replicate), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert hybrid.weight.device_mesh.mesh.tolist() == [[0, 2], [1, 3]]
+    replicated = FSDP(nn.Linear(4, 4), process_group=shard, sharding_strategy=ShardingStrategy.NO_SHARD)
+    for each, ranks in ((model, mine), (hybrid, range(4)), (replicated, mine)):
         each(torch.full((1, 4), float(rank))).sum().backward()
-        mean = sum(ranks or [rank // 2 * 2, rank // 2 * 2 + 1]) / len(ranks or [0, 1])
-        torch.testing.assert_close(full(each.weight.grad), torch.full((4, 4), mean))
+        torch.testing.assert_close(full(each.weight.grad), torch.full((4, 4), sum(ranks) / len(ranks)))
     with pytest.warns(UserWarning, match="one replica of 4 ranks"):
         hosts = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     assert hosts.weight.device_mesh.mesh.tolist() == [[0, 1, 2, 3]]

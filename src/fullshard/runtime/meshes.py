@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -80,23 +81,19 @@ def _world() -> dist.ProcessGroup:
 
 def _shard_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The 1-D mesh of a group."""
-    meshes = REGISTRY.meshes.setdefault(group, {})
-    key = (device_type, Axes.SHARD)
-    if key not in meshes:
-        meshes[key] = DeviceMesh.from_group(group, device_type)
-    return meshes[key]
+    return _made_once(group, device_type, Axes.SHARD, lambda: DeviceMesh.from_group(group, device_type))
 
 
 def replicate_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """The mesh (ranks of the group, 1). Made once a group: units of one model share groups."""
-    meshes = REGISTRY.meshes.setdefault(group, {})
-    key = (device_type, Axes.REPLICATE)
-    if key not in meshes:
+    """The mesh (ranks of the group, 1)."""
+
+    def make() -> DeviceMesh:
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 1)
         # Only its one member makes this group, so that ranks outside of `group` need not take part.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        meshes[key] = DeviceMesh.from_group([group, alone], device_type, ranks, mesh_dim_names=_HYBRID_NAMES)
-    return meshes[key]
+        return DeviceMesh.from_group([group, alone], device_type, ranks, mesh_dim_names=_HYBRID_NAMES)
+
+    return _made_once(group, device_type, Axes.REPLICATE, make)
 
 
 def _hybrid_mesh(
@@ -107,31 +104,39 @@ def _hybrid_mesh(
             raise ValueError(f"{strategy.name} takes a 2-D mesh (replicate x shard), got {mesh.ndim} dims: {mesh}")
         return mesh
     if groups is None:
-        return _mesh_of_hosts(_world(), device_type)
+        world = _world()
+
+        def find_hosts() -> DeviceMesh:
+            rows = host_rows(exchange(socket.gethostname(), world))
+            return DeviceMesh(device_type, rows, mesh_dim_names=_HYBRID_NAMES)
+
+        return _made_once(world, device_type, Axes.HYBRID, find_hosts)
     if not isinstance(groups, tuple) or [isinstance(group, dist.ProcessGroup) for group in groups] != [True, True]:
         raise ValueError(
             f"{strategy.name} takes a pair of process groups (shard, replicate), a 2-D device_mesh, or neither "
             f"(hosts are found then); got {type(groups).__name__}"
         )
     shard, replicate = groups
-    meshes = REGISTRY.meshes.setdefault(shard, {})
-    key = (device_type, Axes.HYBRID)
-    if key not in meshes:
-        rows = exchange(dist.get_process_group_ranks(shard), replicate)
-        meshes[key] = DeviceMesh.from_group(
-            [replicate, shard], device_type, torch.tensor(rows), mesh_dim_names=_HYBRID_NAMES
-        )
-    return meshes[key]
+
+    def join() -> DeviceMesh:
+        rows = torch.tensor(exchange(dist.get_process_group_ranks(shard), replicate))
+        return DeviceMesh.from_group([replicate, shard], device_type, rows, mesh_dim_names=_HYBRID_NAMES)
+
+    return _made_once(shard, device_type, Axes.HYBRID, join)
 
 
-def _mesh_of_hosts(world: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """Shard within each host, replicate across hosts."""
-    meshes = REGISTRY.meshes.setdefault(world, {})
-    key = (device_type, Axes.HYBRID)
-    if key not in meshes:
-        rows = host_rows(exchange(socket.gethostname(), world))
-        meshes[key] = DeviceMesh(device_type, rows, mesh_dim_names=_HYBRID_NAMES)
-    return meshes[key]
+def _made_once(group: dist.ProcessGroup, device_type: str, axes: Axes, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """The mesh that an earlier call made and that is still in use, or a new one.
+
+    Units of one model share a mesh so, and with it groups and transports. A mesh keeps its groups alive, so that the
+    number of a group is its own for as long as the mesh is known.
+    """
+    key = (id(group), device_type, axes)
+    mesh = REGISTRY.meshes.get(key)
+    if mesh is None:
+        mesh = make()
+        REGISTRY.meshes[key] = mesh
+    return mesh
 
 
 def host_rows(hosts: list[str]) -> torch.Tensor:

@@ -11,7 +11,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,7 +30,7 @@ class Registry:
         marked: Identities of sharded parameters that were materialized from meta and filled with NaN to tell them.
         hooks: Unit -> its hooks, for what is asked of a module that is not itself sharded.
         unfilled: Buffer that was materialized from meta -> its version at that moment.
-        meshes: Process group -> the meshes made of it; units of one model share them, and so their transports.
+        meshes: (number of a process group, ...) -> the mesh that was made of it, while a unit uses it.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class Registry:
         self.marked: set[int] = set()
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
-        self.meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
+        self.meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakValueDictionary()
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:
