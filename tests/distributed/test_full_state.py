@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from reference import assert_at_rest
+from stack import Explosive
 from test_optim_state import Odd, assert_same, full_values, make_optimizer, step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from cluster import Cluster
@@ -21,13 +24,15 @@ from fullshard import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
     OptimStateKeyType,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictSettings,
     StateDictType,
     fully_shard,
 )
-from fullshard.errors import CommunicationError
+from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.whole import Gatherer
 from fullshard.wrap import CustomPolicy
 
@@ -409,3 +414,115 @@ def check_saved_by_rank_0(rank: int) -> None:
 def test_what_rank_0_saves_of_the_default_state_is_whole(cluster: Cluster) -> None:
     """B112."""
     cluster.run(check_saved_by_rank_0)
+
+
+def check_rows_of_another_rank(rank: int, file: str) -> None:
+    ours = make()
+    with FSDP.state_dict_type(ours, SHARDED):
+        if rank == 0:
+            torch.save(ours.state_dict(), file)
+        dist.barrier()
+        state, before = torch.load(file, weights_only=True), full_values(ours)
+        if rank == 0:
+            ours.load_state_dict(state)
+        else:
+            with pytest.raises(
+                MisuseError, match=r"value of '[a-z.]+' holds only the rows of rank 0, .* this is rank 1"
+            ):
+                ours.load_state_dict(state)
+        assert_same(full_values(ours), before)
+    plain = make(wrapped=False)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        plain.load_state_dict(state)
+
+
+def test_a_sharded_state_dict_in_one_ranks_file_is_not_taken_for_the_model(cluster: Cluster, tmp_path: Path) -> None:
+    """B112."""
+    cluster.run(check_rows_of_another_rank, str(tmp_path / "state.pt"))
+
+
+# Whatever came before
+
+
+class Saves(nn.Module):
+    """Asks for the state dict of the model around it, in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.outer: list[nn.Module] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for outer in self.outer:
+            outer.state_dict()
+        return self.linear(x)
+
+
+def _save_finally(model: nn.Module, rank: int) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    try:
+        Explosive.apply(model(torch.ones(2, 4) * rank)).sum().backward()
+    finally:
+        state.update(model.state_dict())
+        raise_if_wrong(state)
+    return state
+
+
+def raise_if_wrong(state: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    assert_same(state, dict(Saves().state_dict()))
+
+
+def check_whatever_came_before(rank: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(Saves(), sharding_strategy=ShardingStrategy[strategy], mixed_precision=mixed)
+    plain = dict(Saves().state_dict())
+    with pytest.raises(ValueError, match="bad backward"):
+        _save_finally(model, rank)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    raise_if_wrong(model.state_dict())
+    loss = model(torch.ones(2, 4)).sum()  # a unit that keeps its full parameters does so now
+    state = model.state_dict()
+    raise_if_wrong(state)
+    loss.backward()
+    raise_if_wrong(model.state_dict())
+    model.module.outer.append(model)
+    with pytest.raises(MisuseError, match="was called while its forward runs"):
+        model(torch.ones(2, 4))
+    assert sorted(state) == sorted(plain)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_full_state_is_right_in_the_stored_dtype_whatever_came_before(cluster: Cluster, strategy: str) -> None:
+    """B42."""
+    cluster.run(check_whatever_came_before, strategy)
+
+
+def check_hybrid(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    ours, plain = make(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD), make(wrapped=False)
+    want = dict(plain.state_dict())
+    assert_same(dict(ours.state_dict()), want)
+    with FSDP.state_dict_type(ours, FULL, FullStateDictConfig(rank0_only=True)):
+        assert_same(dict(ours.state_dict()), want if rank == 0 else {})
+    with FSDP.summon_full_params(ours), torch.no_grad():
+        ours.first.weight.add_(1.0)
+    want["first.weight"] = want["first.weight"] + 1.0
+    assert_same(dict(ours.state_dict()), want)
+    ours.load_state_dict(plain.state_dict())
+    optimizer, reference = make_optimizer(ours), make_optimizer(plain)
+    step(ours, optimizer)
+    step(plain, reference)
+    with FSDP.state_dict_type(ours, FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)):
+        state = FSDP.optim_state_dict(ours, optimizer)
+        assert bool(state) == (rank == 0)
+        FSDP.optim_state_dict_to_load(ours, optimizer, state, load_directly=True)
+    step(ours, optimizer)
+    step(plain, reference)
+    assert_same(full_values(ours), full_values(plain))
+
+
+def test_replicas_write_and_read_the_same(cluster: Cluster) -> None:
+    cluster.run(check_hybrid, world_size=4)

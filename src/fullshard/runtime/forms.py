@@ -46,7 +46,7 @@ class Form:
             return whole.cpu() if self.offload_to_cpu else whole
         local = local_of(tensor).detach()
         local = local.cpu() if self.offload_to_cpu else local
-        return local if self.kind is Kind.LOCAL else sharded_like(tensor, local)
+        return local if self.kind is Kind.LOCAL else sharded_like(tensor, local, local.new_empty(0))
 
     def read(self, value: torch.Tensor, like: DTensor, fresh: bool = False) -> torch.Tensor:
         """`value`, which was written in this form, as a `DTensor` like `like`. Does not communicate.
@@ -63,7 +63,7 @@ class Form:
         local = value if self.kind is Kind.LOCAL else local_part(value, like)
         own = local_of(like).device
         device = like.device_mesh.device_type if own.type == "meta" else own
-        return sharded_like(like, local.to(device, copy=fresh))
+        return sharded_like(like, local.to(device, copy=fresh), local.new_empty(0, device=device))
 
 
 def keeps_values(model: nn.Module, form: Form) -> bool:

@@ -24,6 +24,7 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.inputs import Gradients, Inputs
+from fullshard.runtime.loading import refuse_rows_of_others
 from fullshard.runtime.names import hide_compiled, show_compiled
 from fullshard.runtime.optimizers import check_optimizer
 from fullshard.runtime.registry import REGISTRY
@@ -243,6 +244,12 @@ class UnitHooks:
         """A state dict holds sharded parameters, whatever came before. Nothing is freed: one rank may do this alone."""
         if self.engine is not None:
             self.engine.recover()
+            if self.engine.scheduler.states[self._unit.index].in_use:
+                raise MisuseError(
+                    f"state_dict of unit {self._unit.name or '(root)'!r} was called while its "
+                    f"{self.engine.scheduler.states[self._unit.index].value} runs: the values would be gone when that "
+                    "has ended. Call it between steps"
+                )
         self._show_sharded()
 
     def post_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -256,6 +263,7 @@ class UnitHooks:
 
     def pre_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Values are loaded into sharded parameters."""
+        refuse_rows_of_others(state, prefix)
         show_compiled(module, state, prefix)
         if self.engine is not None:
             self.engine.recover()

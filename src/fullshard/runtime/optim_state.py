@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.runtime.collectives import broadcast_from_first, exchange
 from fullshard.runtime.forms import Form, Kind, keeps_values
+from fullshard.runtime.loading import refuse_rows_of_others
 from fullshard.runtime.names import plain_name
 from fullshard.runtime.whole import Gatherer
 
@@ -171,6 +172,8 @@ class _Reader:
             return copy.deepcopy(value)
         has = self.optimizer.state.get(parameter, {}).get(kind)
         is_plain = kind in self.counters or (isinstance(has, torch.Tensor) and not isinstance(has, DTensor))
+        if isinstance(value, DTensor):
+            refuse_rows_of_others({f"{name}.{kind}": value}, "")
         if is_plain or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
             return value.clone()
         if isinstance(has, DTensor):

@@ -85,6 +85,8 @@ class Transparent(nn.Module):
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise  # an error of ours, which has the names right
             raise RuntimeError(str(error).replace(_PREFIX, "")) from error
 
 
