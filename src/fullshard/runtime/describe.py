@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.core.grouping import Occurrence, group_occurrences
 from fullshard.core.spec import ParamSpec
@@ -26,6 +28,7 @@ class Slot:
 
     registry: dict[str, nn.Parameter | None]
     name: str
+    owner: weakref.ref[nn.Module] | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ def find_parameters(
     for group in group_occurrences(occurrences, owned | {id(parameter) for parameter in ignored}):
         key = int(group.identity)  # type: ignore[call-overload]
         parameter = by_identity[key]
-        _check_supported(group.name, parameter)
+        _check_supported(group.name, parameter, place)
         placement, mesh = _chosen(group.name, parameter, placement_fn)
         spec = ParamSpec(
             name=group.name,
@@ -78,7 +81,7 @@ def find_parameters(
             if mesh not in others:
                 others[mesh] = other_place(mesh, place, group.name)
             own = others[mesh]
-        dress = make_dress(group.name, parameter, spec.shard_dim, own)
+        dress = make_dress(group.name, parameter, spec.shard_dim, own, extends=has_protocol(own_part(parameter)))
         found.append(Found(spec, parameter, slots[key], own, dress))
     return found
 
@@ -86,6 +89,16 @@ def find_parameters(
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
     """The tensor whose rows the data-parallel ranks divide: of a `DTensor`, its local tensor."""
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def module_of(slot: Slot) -> nn.Module | None:
+    """The module in which the parameter is registered."""
+    return None if slot.owner is None else slot.owner()
+
+
+def has_protocol(tensor: object) -> bool:
+    """Whether a tensor says itself what is gathered, see `extensions.py`."""
+    return hasattr(tensor, "fsdp_pre_all_gather")
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
@@ -106,7 +119,7 @@ def _walk(modules: list[nn.Module]) -> Iterable[tuple[str, Slot, nn.Parameter]]:
                     label = ".".join(part for part in (prefix, name) if part)
                     # In a group of modules two could have parameters of one name.
                     label = f"[{index}].{label}" if len(modules) > 1 else label
-                    yield label, Slot(module._parameters, name), parameter
+                    yield label, Slot(module._parameters, name, weakref.ref(module)), parameter
 
 
 def _chosen(
@@ -140,7 +153,24 @@ def _shard_dim(name: str, parameter: nn.Parameter, placement: Shard | None) -> i
     return dim
 
 
-def _check_supported(name: str, parameter: torch.Tensor) -> None:
+def _check_supported(name: str, parameter: torch.Tensor, place: Place) -> None:
+    part: object = own_part(parameter)
+    if has_protocol(part):
+        if not hasattr(part, "fsdp_post_all_gather"):
+            raise ValueError(
+                f"parameter {name!r} is a {type(part).__name__}, which has fsdp_pre_all_gather but not "
+                "fsdp_post_all_gather; it needs both, or none"
+            )
+        if place.secondary is not None:
+            raise NotImplementedError(
+                f"reshard_after_forward as an int is not possible for parameter {name!r}, a {type(part).__name__} "
+                "that says itself what is gathered; pass True or False"
+            )
+    elif is_traceable_wrapper_subclass(part):
+        raise ValueError(
+            f"parameter {name!r} is a {type(part).__name__}, a tensor made of other tensors; to be sharded it needs "
+            "the methods fsdp_pre_all_gather and fsdp_post_all_gather"
+        )
     if parameter.layout is not torch.strided:
         raise ValueError(f"parameter {name!r} has layout {parameter.layout}; only strided parameters can be sharded")
     if isinstance(parameter, nn.UninitializedParameter):

@@ -9,7 +9,7 @@ this rank's rows, the full parameter of a view of the full buffer, and the plain
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -48,6 +48,7 @@ class Dress:
         stride: Global stride.
         outer: For a parameter that was a `DTensor`.
         kind: Class of the parameter.
+        extends: It is a subclass with the protocol of `extensions.py`, whose attributes are its inner tensors.
     """
 
     mesh: DeviceMesh
@@ -56,20 +57,27 @@ class Dress:
     stride: tuple[int, ...]
     outer: Outer | None = None
     kind: type[nn.Parameter] = nn.Parameter
+    extends: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether gradients come as plain tensors."""
         return self.outer is None
 
-    def sharded(self, local: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-        """The sharded parameter around this rank's rows."""
-        # Around nothing at first, see `sharded_like`.
-        dtensor = wrap(local.new_empty(0), self.mesh, self.placements, self.shape, self.stride)
+    def sharded(self, local: torch.Tensor, like: nn.Parameter, nothing: torch.Tensor) -> nn.Parameter:
+        """The sharded parameter around this rank's rows.
+
+        Args:
+            local: The rows.
+            like: The parameter as the user made it.
+            nothing: Empty plain tensor of its dtype and device, see `sharded_like`.
+        """
+        dtensor = wrap(nothing, self.mesh, self.placements, self.shape, self.stride)
         parameter = nn.Parameter(dtensor, requires_grad=like.requires_grad)
         set_local(parameter, local)
-        # What the user wrote on the parameter (a learning-rate scale, a quantization state) stays with it.
-        parameter.__dict__.update(like.__dict__)
+        if not self.extends:
+            # What the user wrote on the parameter (a learning-rate scale, a quantization state) stays with it.
+            parameter.__dict__.update(like.__dict__)
         return parameter
 
     def full(self, view: torch.Tensor) -> nn.Parameter:
@@ -124,7 +132,7 @@ def is_shard(placement: Placement, dim: int | None = None) -> bool:
     return isinstance(placement, Shard | StridedShard) and (dim is None or placement.dim == dim)
 
 
-def make_dress(name: str, parameter: nn.Parameter, shard_dim: int, place: Place) -> Dress:
+def make_dress(name: str, parameter: nn.Parameter, shard_dim: int, place: Place, *, extends: bool = False) -> Dress:
     """The dress of a parameter that is about to be sharded.
 
     Args:
@@ -132,6 +140,7 @@ def make_dress(name: str, parameter: nn.Parameter, shard_dim: int, place: Place)
         parameter: As the user made it.
         shard_dim: Tensor dim that the data-parallel ranks divide.
         place: Those ranks.
+        extends: See `Dress`.
 
     Raises:
         ValueError: It is a `DTensor` that cannot be sharded on this mesh.
@@ -144,14 +153,13 @@ def make_dress(name: str, parameter: nn.Parameter, shard_dim: int, place: Place)
                 "plain tensor: distribute it first (torch.distributed.tensor.distribute_module), or leave out "
                 "dp_mesh_dims and pass the data-parallel mesh"
             )
-        kind = type(parameter)
-        return Dress(
-            place.mesh, place.placements(shard), parameter.shape, contiguous_stride(parameter.shape), None, kind
-        )
+        kind = nn.Parameter if extends else type(parameter)
+        stride = contiguous_stride(parameter.shape)
+        return Dress(place.mesh, place.placements(shard), parameter.shape, stride, None, kind, extends)
     if any(isinstance(placement, Partial) for placement in parameter.placements):
         raise ValueError(f"parameter {name!r} is a partial sum ({parameter.placements}); redistribute it first")
     if place.spmd is not None:
-        return _spmd_dress(name, parameter, shard_dim, place)
+        return replace(_spmd_dress(name, parameter, shard_dim, place), extends=extends)
     mesh = _joint_mesh(name, parameter, place)
     factor = prod(
         parameter.device_mesh.size(axis)
@@ -163,7 +171,7 @@ def make_dress(name: str, parameter: nn.Parameter, shard_dim: int, place: Place)
         shard = StridedShard(shard_dim, split_factor=factor)
     outer = Outer(parameter.device_mesh, tuple(parameter.placements))
     placements = (*place.placements(shard), *parameter.placements)
-    return Dress(mesh, placements, parameter.shape, parameter.stride(), outer)
+    return Dress(mesh, placements, parameter.shape, parameter.stride(), outer, extends=extends)
 
 
 def _joint_mesh(name: str, parameter: DTensor, place: Place) -> DeviceMesh:

@@ -13,8 +13,9 @@ from fullshard.core.layout import FlatLayout, Region, align
 from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import ReduceItem
 from fullshard.runtime.dtensors import local_of, sharded_like
+from fullshard.runtime.extensions import Buffers
 from fullshard.runtime.place import Links, Place
-from fullshard.runtime.storage import FlatBuffers, in_rank_order
+from fullshard.runtime.storage import in_rank_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class GradientFlow:
         sum_dtype: Dtype in which gradients are summed over ranks.
     """
 
-    def __init__(self, buffers: FlatBuffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype) -> None:
+    def __init__(self, buffers: Buffers, sharded: list[torch.nn.Parameter], sum_dtype: torch.dtype) -> None:
         self.buffers = buffers
         self.links: Links  # the engine sets it when it starts
         self.sharded = sharded

@@ -134,6 +134,12 @@ class Place:
     spmd: Spmd | None = None
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """1-D mesh of the ranks that hold the pieces of one parameter."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh[names[-1]] if self.mesh.ndim == 2 and names is not None else self.mesh
+
+    @property
     def shard_group(self) -> dist.ProcessGroup:
         """Ranks that hold the pieces of one parameter."""
         return self.mesh.get_group(self.mesh.ndim - 1)

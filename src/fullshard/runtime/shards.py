@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.layout import FlatLayout, Region, plan_layout
 from fullshard.core.spec import ParamSpec
-from fullshard.runtime.describe import Found, Slot, own_part
+from fullshard.runtime.describe import Found, Slot, has_protocol, own_part
 from fullshard.runtime.dress import Dress
 from fullshard.runtime.dtensors import local_of, set_local
+from fullshard.runtime.extensions import ExtensionBuffers, shard_of
 from fullshard.runtime.gradients import GradientFlow
 from fullshard.runtime.place import Place
 from fullshard.runtime.policy import MixedPrecisionPolicy
@@ -34,7 +35,7 @@ class Member:
 
     def copy(self, memo: dict[int, Any]) -> Member:
         """The same for copied modules: the dicts of their parameters are copied with them, or here before them."""
-        slots = [Slot(copy.deepcopy(slot.registry, memo), slot.name) for slot in self.slots]
+        slots = [Slot(copy.deepcopy(slot.registry, memo), slot.name, slot.owner) for slot in self.slots]
         return Member(self.spec, slots, copy.deepcopy(self.sharded, memo), self.place, self.dress)
 
 
@@ -50,11 +51,16 @@ def shard_parameters(
     flows: list[GradientFlow] = []
     for indices in _alike([(own_part(item.parameter), item.place) for item in found]):
         group = [found[i] for i in indices]
+        if group[0].dress.extends:
+            made = [_extended(item) for item in group]
+            members.update(zip(indices, made, strict=True))
+            flows.append(_extended_flow(made, precision))
+            continue
         buffers = _allocate(group, own_part(group[0].parameter))
         for region in buffers.layout.regions:
             item = group[region.index]
             _copy_rows(buffers, region, own_part(item.parameter))
-            sharded = item.dress.sharded(buffers.local(region), item.parameter)
+            sharded = item.dress.sharded(buffers.local(region), item.parameter, buffers.shard.new_empty(0))
             members[indices[region.index]] = Member(item.spec, item.slots, sharded, item.place, item.dress)
         flows.append(_flow(buffers, [members[i] for i in indices], precision))
     return [members[i] for i in range(len(found))], flows
@@ -68,7 +74,7 @@ def reflatten(members: list[Member], precision: MixedPrecisionPolicy) -> list[Gr
     for member in members:
         local, place = local_of(member.sharded), member.place
         dtype = str(local.dtype).removeprefix("torch.")
-        member.spec = replace(member.spec, dtype=dtype, itemsize_bytes=local.element_size())
+        member.spec = replace(member.spec, dtype=dtype, itemsize_bytes=local.dtype.itemsize)
         if local.device.type not in ("meta", place.device.type):
             raise ValueError(
                 f"parameter {member.spec.name!r} was moved to {local.device}, but its mesh is on {place.device.type}; "
@@ -78,6 +84,9 @@ def reflatten(members: list[Member], precision: MixedPrecisionPolicy) -> list[Gr
     with torch.inference_mode(False), torch.no_grad():
         for indices in _alike([(local_of(member.sharded), member.place) for member in members]):
             group = [members[i] for i in indices]
+            if group[0].dress.extends:
+                flows.append(_extended_flow(group, precision))
+                continue
             buffers = _allocate(group, local_of(group[0].sharded))
             for region in buffers.layout.regions:
                 sharded = group[region.index].sharded
@@ -147,9 +156,26 @@ def _flow(buffers: FlatBuffers, members: list[Member], precision: MixedPrecision
     return GradientFlow(buffers, sharded, precision.sum_dtype(buffers.shard.dtype))
 
 
+def _extended(item: Found) -> Member:
+    """The member of a parameter that shards itself."""
+    value = own_part(item.parameter)
+    nothing = torch.empty(0, dtype=value.dtype, device=value.device)
+    with torch.no_grad():
+        sharded = item.dress.sharded(shard_of(value, item.spec, item.place.world), item.parameter, nothing)
+    return Member(item.spec, item.slots, sharded, item.place, item.dress)
+
+
+def _extended_flow(members: list[Member], precision: MixedPrecisionPolicy) -> GradientFlow:
+    """A flow for parameters that say themselves what is gathered; their gradients are ordinary ones."""
+    specs, dresses = [member.spec for member in members], [member.dress for member in members]
+    parameters = [(member.sharded, member.slots[0]) for member in members]
+    buffers = ExtensionBuffers(specs, members[0].place, dresses, parameters, precision)
+    return GradientFlow(buffers, [sharded for sharded, _ in parameters], precision.sum_dtype(buffers.shard.dtype))
+
+
 def _alike(parameters: Sequence[tuple[torch.Tensor, Place]]) -> list[list[int]]:
     """Indices of parameters that can share a flat shard: of one dtype, with memory or all on meta, on equal ranks."""
-    groups: dict[tuple[torch.dtype, bool, Place], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, Place], list[int]] = {}
     for i, (tensor, place) in enumerate(parameters):
-        groups.setdefault((tensor.dtype, tensor.is_meta, place), []).append(i)
+        groups.setdefault((tensor.dtype, tensor.is_meta, has_protocol(tensor), place), []).append(i)
     return list(groups.values())

@@ -104,8 +104,9 @@ class Unit:
         for flow in self.flows:
             flow.buffers.build(resources.pool, self.precision.compute_dtype(flow.buffers.shard.dtype))
             for sharded, parameter in zip(flow.sharded, flow.buffers.full, strict=True):
-                # Attributes that users write on a parameter are found on both, whenever they were written.
-                parameter.__dict__ = sharded.__dict__
+                if not flow.buffers.dresses[0].extends:
+                    # Attributes that users write on a parameter are found on both, whenever they were written.
+                    parameter.__dict__ = sharded.__dict__
                 full[id(sharded)] = parameter
         self._swaps = [
             (slot.registry, slot.name, member.sharded, full[id(member.sharded)])
