@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from cluster import Cluster
 from fullshard import FSDP, MixedPrecision, ShardingStrategy, fully_shard
 from fullshard.core.lifecycle import Op
 from fullshard.runtime.engine import Engine
+from fullshard.runtime.unit import Unit
+from fullshard.wrap import ModuleWrapPolicy
 
 WIDTH = 32
 BLOCKS = 3
@@ -37,10 +41,10 @@ def sharded(**options: Any) -> tuple[nn.Sequential, Engine]:
     return model, engine
 
 
-def train(model: nn.Module, microbatches: int, optimizer: torch.optim.Optimizer) -> None:
+def train(model: nn.Module, microbatches: int, optimizer: torch.optim.Optimizer, width: int = WIDTH) -> None:
     for microbatch in range(microbatches):
         model.set_requires_gradient_sync(microbatch == microbatches - 1)  # type: ignore[operator]
-        model(torch.ones(1, WIDTH)).sum().backward()
+        model(torch.ones(1, width)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -160,3 +164,91 @@ def check_replicas(rank: int, replicas: int, size: int) -> None:
 def test_a_mesh_axis_of_one_rank_never_turns_averaging_off(cluster: Cluster, replicas: int, size: int) -> None:
     """B12."""
     cluster.run(check_replicas, replicas, size, world_size=4)
+
+
+# -- what each strategy holds and sends, as docs/strategies.md says ----------------------------------------------------
+
+COLUMNS = ("at rest", "at most", "gradients", "Adam state", "gathered", "reduced", "all-reduced")
+LARGE = 256  # a block of 256 KiB has a message of its own, and no padding
+
+
+def documented() -> dict[str, tuple[float, ...]]:
+    text = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    table = text[text.index("| strategy |") :].splitlines()
+    assert [cell.strip() for cell in table[0].strip("|").split("|")][1:] == list(COLUMNS)
+    rows = (re.split(r"\s*\|\s*", line.strip("| ")) for line in table[2:] if line.startswith("|"))
+    return {name.strip("`"): tuple(float(cell) for cell in cells) for name, *cells in rows}
+
+
+class Counted:
+    """A transport that adds up the bytes which pass between this rank and others."""
+
+    def __init__(self, base: Any, bytes_by_kind: Counter[str]) -> None:
+        self.rank, self.size = base.rank, base.size
+        self._base, self._bytes = base, bytes_by_kind
+
+    def gather(self, items: Any, call: Any) -> Any:
+        self._bytes["gathered"] += self._others(item.numel * item.whole.element_size() for item in items)
+        return self._base.gather(items, call)
+
+    def reduce(self, items: Any, call: Any) -> Any:
+        large = (item for item in items if item.label != "small parameters")
+        self._bytes["reduced"] += self._others(item.source.nbytes for item in large)
+        return self._base.reduce(items, call)
+
+    def all_reduce(self, tensor: torch.Tensor, call: Any) -> Any:
+        self._bytes["all-reduced"] += 2 * self._others([tensor.nbytes // 1024 * 1024])  # without the usage counts
+        return self._base.all_reduce(tensor, call)
+
+    def _others(self, sizes: Any) -> int:
+        return sum(sizes) * (self.size - 1) // self.size
+
+
+def measure(rank: int, strategy: str) -> tuple[float, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(LARGE, LARGE, bias=False) for _ in range(4)))
+    whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    options: dict[str, Any] = {}
+    if "HYBRID" in strategy:
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2))
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(model, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=policy, **options)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, 2, optimizer, LARGE)
+    engine: Engine = model.__dict__["_fullshard"].unit.engine
+    sent: Counter[str] = Counter()
+    for links in {id(flow.links): flow.links for unit in engine.units for flow in unit.flows}.values():
+        links.shard, links.reduce = Counted(links.shard, sent), Counted(links.reduce, sent)
+        if links.replicate is not None:
+            links.replicate = Counted(links.replicate, sent)
+    at_most = 0
+
+    def watch(unit: Unit, act: Any) -> None:
+        nonlocal at_most
+        act(unit)
+        at_most = max(at_most, parameter_bytes(engine))
+
+    engine.watch = watch
+    gradients = 0
+    optimizer.register_step_pre_hook(lambda *_: measure_gradients())
+
+    def measure_gradients() -> None:
+        nonlocal gradients
+        gradients = sum(parameter.grad.to_local().nbytes for parameter in model.parameters())
+
+    train(model, 2, optimizer, LARGE)
+    state = sum(value.to_local().nbytes for each in optimizer.state.values() for value in each.values() if value.dim())
+    found = (parameter_bytes(engine), at_most, gradients, state, *(sent[kind] for kind in COLUMNS[4:]))
+    return tuple(round(value / whole_bytes, 2) for value in found)
+
+
+def parameter_bytes(engine: Engine) -> int:
+    """Memory under flat shards and full buffers on this rank."""
+    flows = [flow for unit in engine.units for flow in unit.flows]
+    return sum(flow.buffers.shard.nbytes + flow.buffers.full_bytes * flow.buffers.is_full for flow in flows)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy.__members__))
+def test_memory_and_traffic_are_as_documented(cluster: Cluster, strategy: str) -> None:
+    for found in cluster.run(measure, strategy, world_size=4):
+        assert dict(zip(COLUMNS, found, strict=True)) == dict(zip(COLUMNS, documented()[strategy], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -53,7 +54,7 @@ class MixedPrecision:
         param_dtype: Floating parameters are gathered and computed with in this dtype; shards keep their own.
         reduce_dtype: Gradients are summed over ranks in this dtype; default `param_dtype`.
         buffer_dtype: Floating buffers are cast to this dtype for computing; a state dict keeps the original dtype.
-        keep_low_precision_grads: Gradients are handed to the optimizer in the dtype in which they were reduced.
+        keep_low_precision_grads: Accepted with a warning: gradients have the dtype of their parameter.
         cast_forward_inputs: Floating inputs of the unit's forward are cast to `param_dtype`.
         cast_root_forward_inputs: The same for the root only.
         _module_classes_to_ignore: Modules of these classes keep full precision: with an auto-wrap policy each becomes
@@ -74,6 +75,11 @@ class MixedPrecision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 kind = ValueError if isinstance(dtype, torch.dtype) else TypeError
                 raise kind(f"MixedPrecision.{name} must be a floating torch.dtype or None, got {dtype!r}")
+        if self.keep_low_precision_grads:
+            warnings.warn(
+                "keep_low_precision_grads=True has no effect: optimizers get gradients in the dtype of their parameter",
+                stacklevel=3,
+            )
 
     def policy(self) -> MixedPrecisionPolicy:
         """The part of it that the engine carries out."""
