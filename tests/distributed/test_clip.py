@@ -41,7 +41,8 @@ def with_gradients(replicas: int, **options: Any) -> tuple[nn.Module, nn.Module]
     mesh = init_device_mesh("cpu", (replicas, world // replicas) if replicas > 1 else (world,))
     ignored = {p for name, p in ours.named_parameters() if name in options.get("ignored", ())}
     fully_shard(ours.first, mesh=mesh, ignored_params=ignored)
-    fully_shard(ours, mesh=init_device_mesh("cpu", (world,)), ignored_params=ignored)  # another mesh than the block's
+    other = init_device_mesh("cpu", (world,))  # another mesh than the block's
+    fully_shard(ours, mesh=other, ignored_params=ignored, average_ignored_grads=False)
     for model in (reference, ours):
         model(torch.linspace(-2, 2, 10, dtype=torch.float64).view(2, 5)).square().sum().backward()
         model.frozen.requires_grad_(False)

@@ -37,7 +37,8 @@ def make_model(replicas: int, ignored: bool = False) -> Any:
     mesh = (
         init_device_mesh("cpu", (world,)) if replicas == 1 else init_device_mesh("cpu", (replicas, world // replicas))
     )
-    return fully_shard(model, mesh=mesh, ignored_params={model.linear.bias} if ignored else None)
+    options: dict[str, Any] = {"ignored_params": {model.linear.bias}, "average_ignored_grads": False} if ignored else {}
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     dp_mesh_dims: DataParallelMeshDims | None = None,
     transport: str = "auto",
     sharding_strategy: ShardingStrategy | None = None,
+    average_ignored_grads: bool | None = None,
 ) -> _Modules:
     """Shard the parameters of a module over the data-parallel ranks, in place.
 
@@ -61,6 +62,9 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         transport: "direct" (send and receive), "torch" (the backend's collectives), or "auto": direct on Gloo.
         sharding_strategy: A name for mesh axes and `reshard_after_forward` together, and more (NO_SHARD, ZERO1); see
             `ShardingStrategy`. Not together with `reshard_after_forward`.
+        average_ignored_grads: Of the root: True averages the gradients of parameters that are not sharded (ignored, or
+            added later) over the data-parallel ranks at the end of backward; False leaves them each rank's own, and so
+            does None, with a warning that names them.
 
     Returns:
         The module (or list), now also an instance of `FSDPModule`. Its parameters are `DTensor`s.
@@ -78,6 +82,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     OffloadPolicy.check(offload_policy, place.device)
     policy = policy or UnitPolicy(after_forward(reshard_after_forward, place.world.size))
     unit = build_unit(modules, place, precision, policy, (shard_placement_fn, set(ignored_params or ())))
+    unit.wishes.average_ignored = average_ignored_grads
     attach(modules, unit, call_site(depth=2))
     for each in modules:
         original: Any = type(each)

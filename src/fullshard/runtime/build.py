@@ -12,6 +12,7 @@ from fullshard.runtime.collectives import check_agreement
 from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
+from fullshard.runtime.ignored import IgnoredGradients, warn_of_own_gradients
 from fullshard.runtime.init import wrap_reset_parameters
 from fullshard.runtime.place import Place
 from fullshard.runtime.policy import MixedPrecisionPolicy
@@ -101,7 +102,20 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
         each.engine = engine
     for handle in handles:
         handle.hooks.engine = engine
+    _care_for_ignored(module, engine)
     return engine
+
+
+def _care_for_ignored(root: nn.Module, engine: Engine) -> None:
+    """Average the gradients of parameters that no unit has, or say that they are not averaged."""
+    unit = engine.units[0]
+    ranks = unit.place.world.data_parallel_size
+    if unit.wishes.average_ignored:
+        links = unit.resources.links[unit.place]
+        transports = [links.reduce] if links.replicate is None else [links.reduce, links.replicate]
+        engine.ignored = IgnoredGradients(root, transports, ranks)
+    elif unit.wishes.average_ignored is None:
+        warn_of_own_gradients(root, ranks)
 
 
 def _units_in(root: nn.Module, attribute: str) -> tuple[list[Unit], list[str]]:

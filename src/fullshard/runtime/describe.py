@@ -106,6 +106,11 @@ def is_owned(parameter: torch.Tensor) -> bool:
     return REGISTRY.owner(parameter) is not None
 
 
+def slots_of(root: nn.Module) -> list[tuple[str, Slot]]:
+    """Every registration of every parameter in `root` that no unit owns, with its name."""
+    return [(name, slot) for name, slot, parameter in _walk([root]) if not is_owned(parameter)]
+
+
 def _walk(modules: list[nn.Module]) -> Iterable[tuple[str, Slot, nn.Parameter]]:
     """Every registration of every parameter, a shared module's only once; names are relative to the unit's module."""
     seen: set[int] = set()

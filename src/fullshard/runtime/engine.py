@@ -18,6 +18,7 @@ from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.collectives import Custom, Transport, make_transport
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.gradients import warn_dropped
+from fullshard.runtime.ignored import IgnoredGradients
 from fullshard.runtime.place import Links, Place, Resources
 from fullshard.runtime.unit import Unit
 
@@ -50,6 +51,7 @@ class Engine:
     Attributes:
         log: Commands executed so far, newest last, bounded.
         watch: If set, called for every command in place of executing it; it must call `act(unit)` once.
+        ignored: Gradients of parameters that no unit has, if they shall be averaged.
         parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
     """
 
@@ -60,6 +62,7 @@ class Engine:
         self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
         self.parameters_changed = False
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
+        self.ignored: IgnoredGradients | None = None
         self._broken: CommunicationError | None = None
         # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
         self._backward: weakref.ref[Any] | None = None
@@ -201,6 +204,8 @@ class Engine:
             if unit.trainable and (states[unit.index] is State.BACKWARD or unit.has_gradients_to_reduce)
         )
         self.on(Event(EventKind.END_BACKWARD, units=units, last=self.units[0].wishes.is_last_backward))
+        if self.ignored is not None and self.units[0].policy.sync_gradients:
+            self.ignored.average()
 
     def forward_failed(self, unit: Unit, inside_backward: bool) -> None:
         """The forward of `unit` raised; nothing here may hide that error."""

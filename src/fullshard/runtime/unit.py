@@ -169,7 +169,7 @@ class Unit:
     @property
     def links(self) -> Links:
         """Transports between the ranks of `place`; only after `start`."""
-        return self._given.links[self.place]
+        return self.resources.links[self.place]
 
     def relink(self, resources: Resources) -> None:
         """Use other transports from now on. What is in flight ends on those that it was started on."""
@@ -179,10 +179,11 @@ class Unit:
 
     @property
     def _pool(self) -> BufferPool:
-        return self._given.pool
+        return self.resources.pool
 
     @property
-    def _given(self) -> Resources:
+    def resources(self) -> Resources:
+        """Memory and transports; only after `start`."""
         assert self._resources is not None, "the unit has no engine yet"
         return self._resources
 

@@ -27,6 +27,7 @@ class Wishes:
         reduce_scatter: The user's own reduce-scatter.
         after_reduce: Called with the reduced gradients before they are bound: 1-D, in the dtype of the sum, in place.
         reduce_group: A group of its own for reductions, of the same ranks as the shard group.
+        average_ignored: Of a root: average gradients of parameters that no unit has; None warns that they are not.
         is_last_backward: Of a root: the end of a backward waits for all reductions.
         post_optim_event: Of a root: what the next forward waits for, once.
         streams: Of a root: streams that it shares with other roots.
@@ -38,6 +39,7 @@ class Wishes:
     reduce_scatter: ReduceScatter | None = None
     after_reduce: Callable[[torch.Tensor], None] | None = None
     reduce_group: dist.ProcessGroup | None = None
+    average_ignored: bool | None = None
     is_last_backward: bool = True
     post_optim_event: torch.Event | None = None
     streams: Streams | None = None

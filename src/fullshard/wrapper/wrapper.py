@@ -60,6 +60,7 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
         ignored_states: Parameters, or modules, to ignore.
         device_mesh: Ranks as a mesh: 1-D, or 2-D (replicate x shard) for hybrid strategies.
         transport: As of `fully_shard`.
+        average_ignored_grads: As of `fully_shard`.
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message says which and what would.
@@ -88,6 +89,7 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
         device_mesh: DeviceMesh | None = None,
         *,
         transport: str = "auto",
+        average_ignored_grads: bool | None = None,
     ) -> None:
         super().__init__()
         arguments = Arguments(
@@ -117,6 +119,7 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
             auto_wrap(module, arguments, ignored, partial(self._wrap_inside, site))
         self._ignored = ignored
         self._wrap(module, arguments, place, ignored, site)
+        unit_of(self).wishes.average_ignored = average_ignored_grads
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """An ordinary object, unlike the modules that `fully_shard` has given another class."""
