@@ -191,32 +191,52 @@ def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
     for unit, name in zip(units, names, strict=True):
         # A unit without parameters takes part as well; parameters on other ranks than the rest are compared there.
         for place in dict.fromkeys((unit.place, *(flow.place for flow in unit.flows))):
-            for group in (place.shard_group, place.replicate_group):
+            for group, same_values in ((place.shard_group, False), (place.replicate_group, True)):
                 if group is not None:
                     key = tuple(dist.get_process_group_ranks(group))
                     groups.setdefault(key, group)
-                    lines.setdefault(key, []).extend(_describe(unit, name or "(root)", place))
+                    lines.setdefault(key, []).extend(_describe(unit, name or "(root)", place, same_values))
     for key, group in groups.items():
         check_agreement(lines[key], group)
 
 
-def _describe(unit: Unit, name: str, place: Place) -> list[str]:
+def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[str]:
+    """What the ranks of a group must agree on about the parameters of `unit` that are at `place`, one line an item.
+
+    Args:
+        unit: The unit.
+        name: Its name.
+        place: Whose parameters.
+        same_values: The group's ranks hold the same rows, so their values are compared as well.
+    """
     policy = unit.policy
     members = [member for member in unit.members if member.place == place]
     settings = (
         f"{unit.precision}, transport {unit.place.transport!r}, after forward {policy.after_forward.value}, "
         f"sync {policy.sync_gradients} {policy.sync_replicas}"
     )
+    equal = [member for member in members if same_values or member.spec.replicated]
+    checksums = dict(zip(map(id, equal), _checksums([local_of(m.sharded) for m in equal]), strict=True))
     unfilled = set(_unfilled(unit))
     return [
         f"unit {name!r} with {len(members)} parameters, {settings}",
-        *(_line(name, member, member.spec.name in unfilled) for member in members),
+        *(_line(name, member, member.spec.name in unfilled, checksums.get(id(member))) for member in members),
     ]
 
 
-def _line(unit: str, member: Member, unfilled: bool) -> str:
+def _line(unit: str, member: Member, unfilled: bool, checksum: int | None) -> str:
     spec = member.spec
     state = "trainable" if member.sharded.requires_grad else "frozen"
-    values = ", without values" if unfilled else ""
+    values = ", without values" if unfilled else f", values with checksum {checksum}" if checksum is not None else ""
     where = f"parameter {spec.name!r} of unit {unit!r}, shape {spec.shape}"
     return f"{where}, {spec.dtype}, {state}, dim {spec.shard_dim}{values}"
+
+
+def _checksums(tensors: list[torch.Tensor]) -> list[int]:
+    """Sums of the bits of tensors as integers, which do not depend on the order of addition."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        tensor.contiguous().view(words[tensor.element_size()]).sum(dtype=torch.int64)
+        for tensor in (t.new_zeros(1, device="cpu") if t.is_meta else t.detach() for t in tensors)
+    ]
+    return torch.stack(sums).tolist() if sums else []

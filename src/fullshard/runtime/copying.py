@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
@@ -112,3 +113,12 @@ def _copy_parameter(parameter: torch.Tensor, memo: dict[int, Any]) -> nn.Paramet
 
 def _copy_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     return sharded_like(tensor, local_of(tensor).clone())
+
+
+def cannot_be_pickled(module: nn.Module) -> MisuseError:
+    """The error for a sharded module that shall be pickled."""
+    return MisuseError(
+        f"a sharded module ({type(module).__name__}) cannot be pickled, nor saved whole by torch.save: its shards "
+        "belong to the process groups of this run. Save its state_dict(): by torch.distributed.checkpoint.save, which writes "
+        "every rank's part, or on one rank after value.full_tensor() of each value on all ranks"
+    )

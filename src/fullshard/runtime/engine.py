@@ -207,6 +207,12 @@ class Engine:
         if self.ignored is not None and self.units[0].policy.sync_gradients:
             self.ignored.average()
 
+    def forget_held(self, unit: Unit) -> None:
+        """Drop the gradients of `unit` that are not in `.grad` yet: held, or reduced over a part of the ranks."""
+        self.recover()
+        if not self.in_backward:
+            unit.discard()
+
     def forward_failed(self, unit: Unit, inside_backward: bool) -> None:
         """The forward of `unit` raised; nothing here may hide that error."""
         try:

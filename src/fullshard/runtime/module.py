@@ -18,7 +18,7 @@ from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.build import find_engine
 from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, separate_group
-from fullshard.runtime.copying import deepcopy_module
+from fullshard.runtime.copying import cannot_be_pickled, deepcopy_module
 from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks, keep_out_of_graphs
@@ -138,6 +138,13 @@ class FSDPModule:
                 "every unit of the model"
             )
         engine.reset()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also those that are held until a later backward reduces them."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for part in cast(nn.Module, self).modules():
+            if isinstance(part, FSDPModule) and (engine := unit_of(part).engine) is not None:
+                engine.forget_held(unit_of(part))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As of any module, and if it raises nothing has been changed."""
@@ -381,11 +388,7 @@ class FSDPModule:
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise MisuseError(
-            f"a sharded module ({type(self).__name__}) cannot be pickled, nor saved whole by torch.save: its shards "
-            "belong to the process groups of this run. Save its state_dict(): by torch.distributed.checkpoint.save, "
-            "which writes every rank's part, or on one rank after value.full_tensor() of each value on all ranks"
-        )
+        raise cannot_be_pickled(cast(nn.Module, self))
 
 
 def unit_of(module: Any) -> Unit:
