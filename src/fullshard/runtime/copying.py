@@ -119,6 +119,6 @@ def cannot_be_pickled(module: nn.Module) -> MisuseError:
     """The error for a sharded module that shall be pickled."""
     return MisuseError(
         f"a sharded module ({type(module).__name__}) cannot be pickled, nor saved whole by torch.save: its shards "
-        "belong to the process groups of this run. Save its state_dict(): by torch.distributed.checkpoint.save, which writes "
-        "every rank's part, or on one rank after value.full_tensor() of each value on all ranks"
+        "belong to the process groups of this run. Save its state_dict(): by torch.distributed.checkpoint.save, "
+        "which writes every rank's part, or on one rank after value.full_tensor() of each value on all ranks"
     )
