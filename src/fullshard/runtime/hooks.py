@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import warnings
 import weakref
@@ -23,6 +22,7 @@ from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
+from fullshard.runtime.graphs import refuse_transforms
 from fullshard.runtime.inputs import Gradients, Inputs
 from fullshard.runtime.loading import refuse_rows_of_others
 from fullshard.runtime.names import hide_compiled, show_compiled
@@ -79,25 +79,26 @@ class UnitHooks:
         inputs = Inputs(args, kwargs)
         if self._unit.shown is Shown.SUMMONED:
             # The parameters are there, in the dtype they are stored in.
-            return self._refuse_backward(method(*args, **kwargs))
+            return self.refuse_backward(method(*args, **kwargs))
         try:
-            self._enter(module, inputs, outside)
+            self.enter(module, inputs, outside)
             output = method(*inputs.args, **inputs.kwargs)
-            return self._leave(module, inputs, output, outside)
+            return self.leave(module, inputs, output, outside)
         except Exception:
-            self._fail()
+            self.fail()
             raise
 
     def use(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function that uses the unit's parameters outside of its forward."""
         return self.run(module, function, args, kwargs, outside=True)
 
-    def _enter(self, module: nn.Module, inputs: Inputs, outside: bool) -> None:
+    def enter(self, module: nn.Module, inputs: Inputs, outside: bool) -> None:
         """The unit's parameters are about to be used, by its forward or (`outside`) by something that is not in it.
 
         Gather; cast inputs; arrange to hear of the end of backward.
         """
         unit = self._unit
+        refuse_transforms(module)
         self.engine = engine = self._find_engine(module, unit)
         engine.before_forward()
         if not outside:
@@ -124,7 +125,7 @@ class UnitHooks:
             else:
                 engine.forward_failed(self._unit, inside_backward=False)
 
-    def _leave(self, module: nn.Module, inputs: Inputs, output: Any, outside: bool) -> Any:
+    def leave(self, module: nn.Module, inputs: Inputs, output: Any, outside: bool) -> Any:
         """Free; cast outputs; arrange to hear of the start of backward."""
         unit, engine = self._unit, self.engine
         assert engine is not None
@@ -154,20 +155,21 @@ class UnitHooks:
             output.clone() if any(source is full for flow in self._unit.flows for full in flow.buffers.full) else output
         )
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
         """The forward raised."""
         self._ran.clear()
         if self.engine is not None:
             self.engine.forward_failed(self._unit, _autograd_runs())
 
-    def _refuse_backward(self, output: Any) -> Any:
+    def refuse_backward(self, output: Any) -> Any:
         """The parameters of this forward are the user's for a while: gradients would go to them and be lost."""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._summoned_backward)
+                tensor.register_hook(self.summoned_backward)
         return output
 
-    def _summoned_backward(self, gradient: torch.Tensor) -> None:
+    def summoned_backward(self, gradient: torch.Tensor) -> None:
+        """Backward of a forward on parameters that were the user's."""
         raise MisuseError(
             f"backward of a forward of unit {self._unit.name or '(root)'!r} that ran inside summon_full_params: its "
             "gradients would be lost. Run forward and backward outside of the context"
@@ -206,9 +208,9 @@ class UnitHooks:
         assert engine is not None
         engine.recover()
         if not engine.in_backward:
-            end = _EndOfBackward(engine)
+            end = EndOfBackward(engine)
             engine.enter_backward(end)
-            Variable._execution_engine.queue_callback(end)
+            Variable._execution_engine.queue_callback(end.report)
         engine.on(Event(EventKind.PRE_BACKWARD, self._unit.index))
 
     def post_backward(self, gradients: Gradients) -> None:
@@ -231,10 +233,11 @@ class UnitHooks:
         """
         for gradient in gradients:
             if gradient is not None and gradient.requires_grad:
-                gradient.register_hook(self._pre_second_backward)
+                gradient.register_hook(self.pre_second_backward)
         _warn_of_lost_graph(self._unit)
 
-    def _pre_second_backward(self, gradient: torch.Tensor) -> None:
+    def pre_second_backward(self, gradient: torch.Tensor) -> None:
+        """The backward of the unit's backward begins."""
         self._second_order = torch._C._current_graph_task_id()
         self.pre_backward(gradient)
 
@@ -281,40 +284,17 @@ class UnitHooks:
 
 
 _RUN = UnitHooks.run.__code__
-_OUTSIDE = "a sharded module gathers and frees parameters outside of graphs; its forward is a graph of its own"
 
 
-@functools.cache
-def keep_out_of_graphs(module_class: type) -> None:
-    """Let `torch.compile` leave alone what we do around a forward, in backward and when the user calls a method.
-
-    A call of a sharded module breaks the graph of its caller, and its forward begins one of its own. So graphs hold
-    neither communication nor guards on it. Done once, at the first `fully_shard` and not at import: it takes dynamo,
-    which `fully_shard` imports anyway (DTensor does) and a program that only imports this package need not wait for.
-
-    Args:
-        module_class: `FSDPModule`.
-    """
-    # Not what these call: that is the forward to compile.
-    around: list[tuple[type, str]] = [(module_class, "__call__"), (UnitHooks, "run"), (UnitHooks, "use")]
-    inside: list[tuple[type, str]] = [(UnitHooks, name) for name in ("_enter", "_leave", "_fail", "_refuse_backward")]
-    inside += [(UnitHooks, name) for name in ("pre_backward", "post_backward", "_pre_second_backward")]
-    inside += [(_EndOfBackward, "__call__")]
-    inside += [(module_class, name) for name in vars(module_class) if not name.startswith("_")]
-    for owner, name in around + inside:
-        function = getattr(owner, name)
-        recursive = (owner, name) not in around
-        setattr(owner, name, torch.compiler.disable(function, recursive=recursive, reason=_OUTSIDE))
-
-
-class _EndOfBackward:
-    """Called by autograd at the end of a graph task, which holds the only strong reference to it."""
+class EndOfBackward:
+    """Its `report` is called by autograd at the end of a graph task, which holds the only strong reference to it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._makes_graph = torch.is_grad_enabled()  # within a backward: whether it runs with create_graph
 
-    def __call__(self) -> None:
+    def report(self) -> None:
+        """Every node of the backward has run."""
         for unit in self._engine.units if self._makes_graph else ():
             _warn_of_lost_graph(unit)
         self._engine.end_backward()
@@ -388,4 +368,4 @@ class OptimizerHooks:
 
 OPTIMIZER_HOOKS = OptimizerHooks()
 
-__all__ = ["OPTIMIZER_HOOKS", "FindEngine", "OptimizerHooks", "UnitHooks", "hide_when_loading"]
+__all__ = ["OPTIMIZER_HOOKS", "EndOfBackward", "FindEngine", "OptimizerHooks", "UnitHooks", "hide_when_loading"]

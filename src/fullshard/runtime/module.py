@@ -21,7 +21,8 @@ from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, 
 from fullshard.runtime.copying import cannot_be_pickled, deepcopy_module
 from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
-from fullshard.runtime.hooks import OPTIMIZER_HOOKS, UnitHooks, keep_out_of_graphs
+from fullshard.runtime.graphs import keep_out_of_graphs
+from fullshard.runtime.hooks import OPTIMIZER_HOOKS, EndOfBackward, UnitHooks
 from fullshard.runtime.init import mark_unfilled, note_unfilled
 from fullshard.runtime.loading import all_or_nothing
 from fullshard.runtime.unit import Unit
@@ -43,7 +44,7 @@ def attach(modules: list[nn.Module], unit: Unit, site: str) -> None:
     """Let the forward and backward of `modules` drive `unit`. What they call `site` is where the user sharded them."""
     hooks = UnitHooks(unit, modules, functools.partial(find_engine, attribute=HANDLE))
     OPTIMIZER_HOOKS.ensure()
-    keep_out_of_graphs(FSDPModule)
+    keep_out_of_graphs(FSDPModule, UnitHooks, EndOfBackward)
     handle = Handle(unit, hooks, site)
     for each in modules:
         each.__dict__[HANDLE] = handle

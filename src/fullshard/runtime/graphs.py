@@ -1,0 +1,58 @@
+"""What records, compiles or transforms a sharded module: what of ours it may see."""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+
+import torch
+from torch import nn
+
+from fullshard.errors import MisuseError
+
+_OUTSIDE = "a sharded module gathers and frees parameters outside of graphs; its forward is a graph of its own"
+
+# Around a forward; what they call is the forward, which is to be compiled.
+_AROUND = {"__call__", "run", "use"}
+
+
+@functools.cache
+def keep_out_of_graphs(*classes: type) -> None:
+    """Let `torch.compile` leave alone what we do around a forward, in backward and when the user calls a method.
+
+    A call of a sharded module breaks the graph of its caller, and its forward begins one of its own. So graphs hold
+    neither communication nor guards on it. Done once, at the first `fully_shard` and not at import: it takes dynamo,
+    which `fully_shard` imports anyway (DTensor does) and a program that only imports this package need not wait for.
+
+    Args:
+        classes: Those whose methods are called by users, by modules and by autograd. Methods whose names begin with an
+            underscore are only called by others of them.
+    """
+    for owner in classes:
+        for name, function in list(vars(owner).items()):
+            if isinstance(function, FunctionType) and (name in _AROUND or not name.startswith("_")):
+                recursive = name not in _AROUND
+                setattr(owner, name, torch.compiler.disable(function, recursive=recursive, reason=_OUTSIDE))
+
+
+def refuse_transforms(module: nn.Module) -> None:
+    """What records or transforms every operation would do so with those that gather parameters.
+
+    Raises:
+        MisuseError: Something does.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise MisuseError(
+            f"torch.jit.trace of a sharded {_name(module)}: the trace would hold parameters that are freed after the "
+            "call. Trace a plain module with a full state dict, or use torch.compile"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise MisuseError(
+            f"a sharded {_name(module)} was called inside a transform of torch.func (grad, vjp, jvp, vmap, ...), which "
+            "would transform the communication too. Use torch.autograd.grad (with create_graph=True for further "
+            "derivatives), torch.autograd.functional or torch.autograd.forward_ad"
+        )
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__mro__[2].__name__
