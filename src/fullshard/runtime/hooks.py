@@ -149,11 +149,8 @@ class UnitHooks:
         if dtype is not None:
             output = cast_floating(dtype, output)
         source = output._base if output._is_view() else output
-        if not isinstance(source, nn.Parameter):
-            return output
-        return (
-            output.clone() if any(source is full for flow in self._unit.flows for full in flow.buffers.full) else output
-        )
+        ours = isinstance(source, nn.Parameter) and any(source is p for f in self._unit.flows for p in f.buffers.full)
+        return output.clone() if ours else output
 
     def fail(self) -> None:
         """The forward raised."""
