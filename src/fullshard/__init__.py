@@ -12,6 +12,7 @@ Shard each block, then the root, then make the optimizer:
 from fullshard.runtime.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.runtime.clip import clip_grad_norm_
 from fullshard.runtime.collectives import AllGather, ReduceScatter
+from fullshard.runtime.even import any_rank, even_batches
 from fullshard.runtime.init import materialize
 from fullshard.runtime.module import FSDPModule, UnshardHandle
 from fullshard.runtime.optimizers import split_param_groups
@@ -73,7 +74,9 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "any_rank",
     "clip_grad_norm_",
+    "even_batches",
     "full_parameters",
     "full_tensor",
     "fully_shard",
