@@ -50,7 +50,8 @@ HOOKS = re.compile(r"_?register_\w*hooks?|queue_callback")
 # train/world.py stands for a user's own program around the engine: it averages losses and agrees on a stop.
 CALLS_COLLECTIVES = ("runtime.collectives", "train.world")
 REGISTERS_HOOKS = ("runtime.hooks",)
-READS_ENVIRONMENT = ("cli",)
+# runtime/debug.py reads one switch, FULLSHARD_DEBUG: whoever looks into a hang can set it for code that is not theirs.
+READS_ENVIRONMENT = ("cli", "runtime.debug")
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from fullshard.runtime.clip import clip_grad_norm_
 from fullshard.runtime.collectives import AllGather, ReduceScatter
 from fullshard.runtime.even import any_rank, even_batches
 from fullshard.runtime.init import materialize
-from fullshard.runtime.module import FSDPModule, UnshardHandle
+from fullshard.runtime.module import FSDPModule
 from fullshard.runtime.optimizers import split_param_groups
 from fullshard.runtime.place import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.runtime.scaler import ShardedGradScaler
 from fullshard.runtime.summon import full_parameters, use_parameters
+from fullshard.runtime.unshard import UnshardHandle
 from fullshard.runtime.whole import full_tensor
 from fullshard.wrapper.settings import (
     BackwardPrefetch,

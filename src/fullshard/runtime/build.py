@@ -9,6 +9,7 @@ from torch import nn
 from fullshard.core.policy import UnitPolicy
 from fullshard.errors import MisuseError, UninitializedError
 from fullshard.runtime.collectives import check_agreement
+from fullshard.runtime.debug import wants_debug
 from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
@@ -213,7 +214,7 @@ def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[st
     members = [member for member in unit.members if member.place == place]
     settings = (
         f"{unit.precision}, transport {unit.place.transport!r}, after forward {policy.after_forward.value}, "
-        f"sync {policy.sync_gradients} {policy.sync_replicas}"
+        f"sync {policy.sync_gradients} {policy.sync_replicas}, debug {wants_debug(unit)}"
     )
     equal = [member for member in members if same_values or member.spec.replicated]
     checksums = dict(zip(map(id, equal), _checksums([local_of(m.sharded) for m in equal]), strict=True))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.runtime.collectives import sum_scalars
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.gradients import GradientFlow
+from fullshard.runtime.postmortem import explained
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
 
@@ -54,7 +55,8 @@ def clip_grad_norm_(
     wanted = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
     flows, plain = _owners(wanted)
     pieces = [piece for flow in flows for piece in _pieces(flow, wanted)]
-    total = _total_norm(flows, wanted, plain, norm_type)
+    with explained(wanted.values()):
+        total = _total_norm(flows, wanted, plain, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "

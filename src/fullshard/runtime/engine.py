@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,12 @@ from fullshard.core.policy import SchedulePolicy, UnitPolicy
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.collectives import Custom, Transport, make_transport
+from fullshard.runtime.debug import OrderCheck, wants_debug
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.gradients import warn_dropped
 from fullshard.runtime.ignored import IgnoredGradients
 from fullshard.runtime.place import Links, Place, Resources
+from fullshard.runtime.postmortem import COMMUNICATES, Story
 from fullshard.runtime.unit import Unit
 
 _LOG_COMMANDS = 65536
@@ -52,6 +54,7 @@ class Engine:
         log: Commands executed so far, newest last, bounded.
         watch: If set, called for every command in place of executing it; it must call `act(unit)` once.
         ignored: Gradients of parameters that no unit has, if they shall be averaged.
+        story: What is told when communication fails.
         parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
     """
 
@@ -60,15 +63,18 @@ class Engine:
         self.units = units
         self.pool = BufferPool(device, 0)
         self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
+        self.story = Story(units, self.log)
         self.parameters_changed = False
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self.ignored: IgnoredGradients | None = None
+        self._check: OrderCheck | None = None
         self._broken: CommunicationError | None = None
         # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
         self._backward: weakref.ref[Any] | None = None
         self._linker = _Linker(self.pool, units[0].wishes.streams or make_streams(device))
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.start(name, index, self._linker.resources(unit))
+        self.set_debug(any(wants_debug(unit) for unit in units))
         self._settle_memory()
         for unit in units:
             self.resolve_prefetch(unit)
@@ -108,6 +114,10 @@ class Engine:
         """Change fields of the `SchedulePolicy`."""
         self.scheduler.policy = replace(self.scheduler.policy, **changes)
 
+    def set_debug(self, debug: bool) -> None:
+        """Whether to compare every communicating command over ranks before it is executed."""
+        self._check = OrderCheck(self.story, self.pool, self.streams) if debug else None
+
     @property
     def streams(self) -> Streams:
         """Streams beside the computation."""
@@ -129,17 +139,30 @@ class Engine:
         """Answer one event: decide, then act."""
         if self._broken is not None and event.kind not in (EventKind.ABORT, EventKind.FORWARD_FAILED):
             raise MisuseError(
-                f"communication failed earlier ({self._broken}); the process group cannot be used any more, "
-                "restart the job from its last checkpoint"
+                f"communication failed earlier ({str(self._broken).splitlines()[0]}); the process group cannot be used "
+                "any more, restart the job from its last checkpoint"
             ) from self._broken
-        for command in self.scheduler.on(event):
-            self.log.append(command)
-            try:
+        commands = iter(self.scheduler.on(event))
+        try:
+            for command in commands:
+                self.log.append(command)
+                if self._check is not None and command.op in COMMUNICATES:
+                    self._check.compare(command, self.units[command.unit])
                 self._execute(self.units[command.unit], _EXECUTE[command.op])
-            except CommunicationError as error:
-                self._broken = error
-                raise
+        except BaseException as error:
+            self._note_failure(error, commands)
+            raise
         self._show(event)
+
+    def _note_failure(self, error: BaseException, left: Iterator[Command]) -> None:
+        """A command failed; the Scheduler takes those that were `left` for done, and their memory must not stay."""
+        if isinstance(error, CommunicationError) and self._broken is None:
+            self._broken = error  # what follows from the first failure explains nothing
+            self.story.explain(error)
+        for command in left:
+            if command.op is Op.FREE:
+                with suppress(CommunicationError):
+                    self.units[command.unit].free()
 
     def _show(self, event: Event) -> None:
         """Modules hold full parameters while a computation uses them, or because the user called `unshard`, no longer.
@@ -172,6 +195,7 @@ class Engine:
             self.streams.join(wishes.post_optim_event)
             wishes.post_optim_event = None
         if not self.in_backward and not self.scheduler.in_use():
+            self.story.begin_step()
             for unit in self.units:
                 if unit.was_touched:
                     unit.adopt()  # first: resharding registers the sharded parameters again
@@ -190,7 +214,7 @@ class Engine:
 
     def enter_backward(self, token: Any) -> None:
         """A backward begins; `token` lives as long as its graph task."""
-        self._backward = weakref.ref(token)
+        self._backward = weakref.ref(token, self.story.backward_died)
         for unit in self.units:
             unit.begin_backward()
 
@@ -215,6 +239,10 @@ class Engine:
 
     def forward_failed(self, unit: Unit, inside_backward: bool) -> None:
         """The forward of `unit` raised; nothing here may hide that error."""
+        if not inside_backward:
+            self.story.failed_in(unit)
+            if self.scheduler.in_use() == [unit.index]:
+                self.story.forward_raised()  # before anything that waits for others
         try:
             self.on(Event(EventKind.FORWARD_FAILED, unit.index, inside_backward=inside_backward))
         except CommunicationError:

@@ -19,6 +19,7 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.build import find_engine
 from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, separate_group
 from fullshard.runtime.copying import cannot_be_pickled, deepcopy_module
+from fullshard.runtime.debug import debug_by_environment
 from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.graphs import keep_out_of_graphs
@@ -26,6 +27,7 @@ from fullshard.runtime.hooks import OPTIMIZER_HOOKS, EndOfBackward, UnitHooks
 from fullshard.runtime.init import mark_unfilled, note_unfilled
 from fullshard.runtime.loading import all_or_nothing
 from fullshard.runtime.unit import Unit
+from fullshard.runtime.unshard import UnshardHandle, Unsharding
 
 # Where a sharded module carries its `Handle`.
 HANDLE = "_fullshard"
@@ -54,23 +56,6 @@ def attach(modules: list[nn.Module], unit: Unit, site: str) -> None:
 def sharded_class(original: Any) -> type[nn.Module]:
     """The subclass of `original` and `FSDPModule` that sharded modules get."""
     return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
-
-
-class UnshardHandle:
-    """What `unshard(async_op=True)` returns."""
-
-    def wait(self) -> None:
-        """Wait for the full parameters and register them. Forward waits by itself; a second call does nothing."""
-
-
-class _Unsharding(UnshardHandle):
-    def __init__(self, engine: Engine, unit: Unit) -> None:
-        self._started: tuple[Engine, Unit] | None = (engine, unit)
-
-    def wait(self) -> None:
-        if self._started is not None:
-            (engine, unit), self._started = self._started, None
-            engine.on(Event(EventKind.SETTLE, unit.index))
 
 
 class FSDPModule:
@@ -102,7 +87,7 @@ class FSDPModule:
         unit, engine = self._unit_and_engine()
         engine.before_forward()
         engine.on(Event(EventKind.UNSHARD, unit.index))
-        handle = _Unsharding(engine, unit)
+        handle = Unsharding(engine, unit)
         if async_op:
             return handle
         handle.wait()
@@ -222,6 +207,17 @@ class FSDPModule:
         """Bytes of full parameters that may be gathered ahead of use; None: one unit, 0: none."""
         self._change_schedule(prefetch_bytes=prefetch_bytes)
 
+    def set_debug(self, debug: bool) -> None:
+        """True compares every communicating command over ranks before it runs, and raises where they differ.
+
+        It is for the whole model, on every rank alike, and costs one small message a command and peer. The environment
+        variable FULLSHARD_DEBUG=1 does the same without a change of code.
+        """
+        unit = unit_of(self)
+        unit.wishes.debug = debug
+        if unit.engine is not None:
+            unit.engine.set_debug(debug or debug_by_environment())
+
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these units when this one enters forward, in place of the recorded order; an empty list undoes it."""
         self._set_prefetch("forward_prefetch", modules)
@@ -258,6 +254,7 @@ class FSDPModule:
             raise TypeError(f"the all-reduce hook must be callable with one tensor, got {type(hook).__name__}")
         if stream is not None and unit.place.replicate_group is not None:
             raise ValueError("stream cannot be set on a mesh with a replicate axis: its all-reduce has a stream")
+        self._refuse_several_meshes("set_all_reduce_hook")
         unit.wishes.after_reduce = hook if stream is None else on_stream(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -351,9 +348,14 @@ class FSDPModule:
 
     def _communicate(self, **comms: Any) -> None:
         unit = unit_of(self)
+        self._refuse_several_meshes("a custom collective")
         unit.wishes = replace(unit.wishes, **comms)
         if unit.engine is not None:
             unit.engine.relink(unit)
+
+    def _refuse_several_meshes(self, what: str) -> None:
+        if len({flow.place for flow in unit_of(self).flows}) > 1:
+            raise ValueError(f"{what} is for one mesh, but shard_placement_fn put parameters of this unit on several")
 
     def _refuse_custom(self, method: str) -> None:
         wishes = unit_of(self).wishes

@@ -31,6 +31,7 @@ class Wishes:
         is_last_backward: Of a root: the end of a backward waits for all reductions.
         post_optim_event: Of a root: what the next forward waits for, once.
         streams: Of a root: streams that it shares with other roots.
+        debug: Compare commands over ranks before they run.
     """
 
     prefetch: dict[str, list[Unit]] = field(default_factory=dict)
@@ -43,3 +44,4 @@ class Wishes:
     is_last_backward: bool = True
     post_optim_event: torch.Event | None = None
     streams: Streams | None = None
+    debug: bool = False

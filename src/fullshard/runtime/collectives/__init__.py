@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 import torch.distributed as dist
 
@@ -23,6 +21,7 @@ from fullshard.runtime.collectives.custom import AllGather, Custom, ReduceScatte
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
 from fullshard.runtime.collectives.once import broadcast_from_first, exchange
+from fullshard.runtime.collectives.postbox import exchange_posts, post
 from fullshard.runtime.device import BufferPool, Streams
 
 __all__ = [
@@ -40,7 +39,9 @@ __all__ = [
     "check_comm",
     "command_tag",
     "exchange",
+    "exchange_posts",
     "make_transport",
+    "post",
     "separate_group",
     "sum_scalars",
     "translate",
@@ -81,16 +82,15 @@ def check_agreement(description: list[str], group: dist.ProcessGroup) -> None:
     """Compare a description of the model, one line an item, over the ranks of `group`.
 
     Raises:
+        CommunicationError: A rank has nothing to compare within the time limit.
         RanksDisagreeError: On every rank, with the first line that differs and the ranks that differ in it.
     """
     if group.size() == 1:
         return
-    gathered: list[str] = [""] * group.size()
-    dist.all_gather_object(gathered, json.dumps(description), group=group)
+    gathered = exchange(description, group, "comparison of the model")
     ranks = dist.get_process_group_ranks(group)
-    reference = json.loads(gathered[0])
-    for rank, text in zip(ranks, gathered, strict=True):
-        found = first_difference(reference, json.loads(text))
+    for rank, lines in zip(ranks, gathered, strict=True):
+        found = first_difference(gathered[0], lines)
         if found is not None:
             _, theirs, mine = found
             raise RanksDisagreeError(

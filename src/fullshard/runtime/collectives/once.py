@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from fullshard.runtime.collectives.base import Call, time_limit, translate
 
 _Value = TypeVar("_Value")
 
 
-def exchange(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
-    """Every rank's `value`, a small picklable object, in the order of the group."""
+def exchange(value: _Value, group: dist.ProcessGroup, what: str = "exchange") -> list[_Value]:
+    """Every rank's `value`, a small picklable object, in the order of the group.
+
+    Unlike torch's function for this it does not wait for the half hour that groups of a mesh are given.
+
+    Args:
+        value: This rank's.
+        group: The ranks.
+        what: What it is for, for messages.
+
+    Raises:
+        CommunicationError: A rank did not take part within the time limit.
+    """
     if group.size() == 1:
         return [value]
-    gathered: list[_Value] = [value] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    device = _get_object_coll_device(group)
+    sizes = _gather(torch.tensor([data.numel()], device=device), group, what).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: data.numel()].copy_(data)
+    rows = _gather(padded, group, what).view(len(sizes), -1).cpu().numpy()
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
+    """A 1-D tensor of every rank, one after the other."""
+    limit = time_limit(group._get_backend(tensor.device))
+    whole = tensor.new_empty(group.size() * tensor.numel())
+    work = dist.all_gather_single(whole, tensor, group, async_op=True)
+    try:
+        work.wait(limit)
+    except RuntimeError as error:
+        where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)}"
+        call = Call(what, "(while building)", 0)
+        raise translate(error, call, where, limit.total_seconds()) from error
+    return whole
 
 
 def broadcast_from_first(tensor: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:

@@ -1,0 +1,146 @@
+"""Tells what this rank did, and hears what others did, when communication fails."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+
+from fullshard.core.lifecycle import Op
+from fullshard.core.postmortem import MAX_COMMANDS, Told, Trail, report
+from fullshard.core.schedule import Command
+from fullshard.errors import CommunicationError
+from fullshard.runtime.collectives import exchange_posts, post
+from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.unit import Unit
+
+# How long a rank whose communication failed waits for the words of the others.
+WAIT_SECONDS = 2.0
+# Steps whose commands can be told apart.
+_STEPS = 8
+COMMUNICATES = frozenset({Op.GATHER, Op.GATHER_SECONDARY, Op.REDUCE, Op.ALL_REDUCE})
+_WORDS = {
+    Op.GATHER: "gather",
+    Op.GATHER_SECONDARY: "gather within the smaller group",
+    Op.REDUCE: "reduce",
+    Op.ALL_REDUCE: "all-reduce",
+    Op.WAIT_GATHER: "wait for the gather of",
+    Op.WAIT_REDUCE: "wait for the reduce of",
+    Op.WAIT_ALL_REDUCE: "wait for the all-reduce of",
+}
+
+
+class Story:
+    """What one engine did. In a step that goes well it costs one entry a step.
+
+    Args:
+        units: The engine's units.
+        log: The engine's commands, newest last.
+    """
+
+    def __init__(self, units: list[Unit], log: deque[Command]) -> None:
+        self._units = units
+        self._log = log
+        self.step = 0
+        # (step, last command before it): commands are objects of their own, so that one of them marks a place.
+        self._begins: deque[tuple[int, Command | None]] = deque(maxlen=_STEPS)
+        self._failed_in = ""
+        self._posted = False
+        self._explained = False
+
+    def begin_step(self) -> None:
+        """A forward of the root begins."""
+        self.step += 1
+        self._failed_in = ""
+        self._begins.append((self.step, self._log[-1] if self._log else None))
+        if self._posted:  # what failed was overcome, and must not be taken for the cause of a later failure
+            self._posted = False
+            post("")
+
+    def describe(self, command: Command) -> str:
+        """A command in words, such as "gather unit 'blocks.0'"."""
+        words = _WORDS.get(command.op, command.op.value)
+        return f"{words} unit {self._units[command.unit].name or '(root)'!r}"
+
+    def failed_in(self, unit: Unit) -> None:
+        """The forward of `unit` raised; of nested ones the innermost comes first."""
+        self._failed_in = self._failed_in or unit.name or "(root)"
+
+    def forward_raised(self) -> None:
+        """An exception has left the outermost forward: others wait for this rank soon, and shall know why."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, CommunicationError):
+            self._post(f"its forward of unit {self._failed_in!r} raised {_line(error)}")
+
+    def backward_died(self, _graph: weakref.ref[object]) -> None:
+        """An exception has left a backward. Called by the garbage collector, so nothing is known about it here."""
+        self._post("its backward raised; see that rank's error")
+
+    def _post(self, end: str) -> None:
+        if self._communicates() and not self._explained:
+            self._posted = True
+            post(self._trail(end).to_text())
+
+    def explain(self, error: CommunicationError) -> None:
+        """Add to `error` what every rank did last, as far as they tell within a short time. Never raises."""
+        with suppress(Exception):  # whatever goes wrong here, `error` is what must be seen
+            if not self._communicates():
+                return
+            self._explained = True  # what follows in this process, such as the end of a backward, is no cause
+            # Up to the parameter: what follows is advice.
+            own = self._trail(_line(error).partition(" (parameter")[0]).to_text()
+            ranks = sorted({rank for unit in self._units for rank in unit.place.mesh.mesh.flatten().tolist()})
+            trails = {}
+            for rank, text in exchange_posts(own, ranks, WAIT_SECONDS).items():
+                with suppress(ValueError, KeyError, TypeError):  # not of this version
+                    trails[rank] = Trail.from_text(text)
+            error.args = (f"{error}\n{report(trails, ranks)}",)
+
+    def _communicates(self) -> bool:
+        return dist.is_initialized() and dist.get_world_size() > 1
+
+    def _trail(self, end: str) -> Trail:
+        last = f"step {self.step}: " + (self.describe(self._log[-1]) if self._log else "nothing yet")
+        return Trail(tuple(self._told()), last, end)
+
+    def _told(self) -> list[Told]:
+        """The latest communicating commands, oldest first, with their places."""
+        told: list[Told] = []
+        begins = list(self._begins)
+        of_step: list[Command] = []  # newest first
+        for command in reversed(self._log):
+            while begins and command is begins[-1][1]:
+                told = self._numbered(begins.pop()[0], of_step) + told
+                of_step = []
+            of_step.append(command)
+        if begins:  # the first step began before the first command
+            told = self._numbered(begins[-1][0], of_step) + told
+        return told[-MAX_COMMANDS:]
+
+    def _numbered(self, step: int, newest_first: list[Command]) -> list[Told]:
+        texts = [self.describe(command) for command in reversed(newest_first) if command.op in COMMUNICATES]
+        return [Told(step, number, text) for number, text in enumerate(texts, start=1)]
+
+
+@contextmanager
+def explained(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, a failure of communication outside of commands is explained by the engine of some of the parameters."""
+    try:
+        yield
+    except CommunicationError as error:
+        owners = (REGISTRY.owner(parameter) for parameter in parameters)
+        engine = next((unit.engine for unit in owners if unit is not None and unit.engine is not None), None)
+        if engine is not None:
+            engine.story.explain(error)
+        raise
+
+
+def _line(error: BaseException) -> str:
+    """The type and the first line of an error."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:300]}"
