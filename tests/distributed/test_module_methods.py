@@ -102,7 +102,7 @@ def check_classes(rank: int) -> None:
         module(torch.ones(1, 4)).sum().backward()
         assert type(fully_shard(cls(4, 4))) is type(module)
         assert type(type(module)(4, 4)) is cls, "constructing the class of a sharded module makes a plain one"
-        with pytest.raises(MisuseError, match=f"sharded {cls.__name__} cannot be pickled.*Save its state_dict"):
+        with pytest.raises(MisuseError, match=rf"\(FSDP{cls.__name__}\) cannot be pickled.*Save its state_dict"):
             pickle.dumps(module)
     assert Slotted.note.__get__  # the slot is still the class's own
     assert fully_shard(Counted(4, 4)).elsewhere == "found elsewhere"
