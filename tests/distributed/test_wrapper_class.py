@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
@@ -361,3 +362,39 @@ def check_foreign_settings(rank: int) -> None:
 
 def test_settings_of_torchs_classes_are_accepted(cluster: Cluster) -> None:
     cluster.run(check_foreign_settings)
+
+
+def check_comm_hook(rank: int, strategy: str) -> None:
+    """torch's default hooks give the gradients of no hook; one that does not communicate leaves each rank its own."""
+    sharding = ShardingStrategy[strategy]
+    whole = sharding is ShardingStrategy.NO_SHARD
+    state = default_hooks.DefaultState(dist.group.WORLD)
+
+    def keep_own(_state: object, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        if output is not None:
+            output.copy_(gradient.chunk(dist.get_world_size())[rank])
+
+    def wrapped() -> FSDP:
+        torch.manual_seed(0)
+        return FSDP(Blocks(), auto_wrap_policy=ModuleWrapPolicy({Residual}), sharding_strategy=sharding)
+
+    plain, hooked, own = wrapped(), wrapped(), wrapped()
+    hooked.register_comm_hook(state, default_hooks.allreduce_hook if whole else default_hooks.reduce_scatter_hook)
+    own.register_comm_hook(None, keep_own)
+    with pytest.raises(MisuseError, match="registered already"):
+        hooked.register_comm_hook(state, default_hooks.allreduce_hook)
+    alone = Blocks()
+    alone.load_state_dict({name: full(value) for name, value in plain.state_dict().items()})
+    for each in (plain, hooked, own, alone):
+        each(batch(rank)).square().sum().backward()
+    for (name, one), other, mine in zip(plain.named_parameters(), hooked.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.to_local(), one.grad.to_local())
+        rows = mine.grad.to_local()
+        expected = alone.get_parameter(name).grad
+        start = 0 if whole else rank * -(-expected.shape[0] // dist.get_world_size())
+        torch.testing.assert_close(rows, expected[start : start + rows.shape[0]])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_communication_hook_takes_the_place_of_the_reduction(cluster: Cluster, strategy: str) -> None:
+    cluster.run(check_comm_hook, strategy)

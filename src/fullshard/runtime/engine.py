@@ -15,7 +15,7 @@ from fullshard.core.lifecycle import Op, State
 from fullshard.core.policy import SchedulePolicy, UnitPolicy
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
-from fullshard.runtime.collectives import Custom, Transport, make_transport
+from fullshard.runtime.collectives import Custom, CustomAllReduce, Transport, make_transport
 from fullshard.runtime.debug import OrderCheck, wants_debug
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.gradients import warn_dropped
@@ -303,7 +303,7 @@ class _Linker:
         return Links(
             self._custom(unit, place, place.shard_group),
             self._custom(unit, place, (unit.wishes.reduce_group if own else None) or place.shard_group),
-            self._transport(place, replicate) if replicate is not None and averages else None,
+            self._between_replicas(unit, place, replicate) if replicate is not None and averages else None,
             None if place.secondary is None else self._custom(unit, place, place.secondary),
         )
 
@@ -312,6 +312,10 @@ class _Linker:
         if wishes.all_gather is None and wishes.reduce_scatter is None:
             return transport
         return Custom(transport, group, place.device, self.streams, (wishes.all_gather, wishes.reduce_scatter))
+
+    def _between_replicas(self, unit: Unit, place: Place, group: dist.ProcessGroup) -> Transport:
+        transport, hook = self._transport(place, group), unit.wishes.all_reduce
+        return transport if hook is None else CustomAllReduce(transport, hook)
 
     def _transport(self, place: Place, group: dist.ProcessGroup) -> Transport:
         key = (id(group), place.transport)

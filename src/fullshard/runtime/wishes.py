@@ -25,6 +25,7 @@ class Wishes:
         schedule: Fields of the engine's `SchedulePolicy`.
         all_gather: The user's own all-gather.
         reduce_scatter: The user's own reduce-scatter.
+        all_reduce: Puts what stands for the sum over replicas into a tensor, in place of the all-reduce.
         after_reduce: Called with the reduced gradients before they are bound: 1-D, in the dtype of the sum, in place.
         reduce_group: A group of its own for reductions, of the same ranks as the shard group.
         average_ignored: Of a root: average gradients of parameters that no unit has; None warns that they are not.
@@ -38,6 +39,7 @@ class Wishes:
     schedule: dict[str, Any] = field(default_factory=dict)
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+    all_reduce: Callable[[torch.Tensor], None] | None = None
     after_reduce: Callable[[torch.Tensor], None] | None = None
     reduce_group: dist.ProcessGroup | None = None
     average_ignored: bool | None = None

@@ -28,6 +28,7 @@ from fullshard.runtime.sync import broadcast_module_states
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
 from fullshard.wrapper.arguments import Arguments
 from fullshard.wrapper.auto_wrap import auto_wrap
+from fullshard.wrapper.comm_hook import CommHook
 from fullshard.wrapper.filling import cast_buffers, fill
 from fullshard.wrapper.optim_state import OptimizerStates
 from fullshard.wrapper.places import LeftAlone, ignored_in
@@ -259,6 +260,36 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
         """
         self._require_root("clip_grad_norm_")
         return clip_grad_norm_(self, max_norm, float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduce the gradients of all units by a function, such as those of torch's `default_hooks`, once.
+
+        Args:
+            state: Passed to the hook.
+            hook: See `CommHook`: with two arguments for NO_SHARD, with three for sharding strategies.
+
+        Raises:
+            MisuseError: This is not the outermost wrapper, it is running, or it has a hook.
+            ValueError: A strategy is hybrid, or the hook is not callable.
+        """
+        self._require_root("register_comm_hook")
+        if not callable(hook):
+            raise ValueError(f"the communication hook must be callable, got {type(hook).__name__}")
+        inner = self.fsdp_modules(self)
+        for each in inner:
+            if RULES[each.sharding_strategy].axes is Axes.HYBRID:
+                raise ValueError(
+                    f"a communication hook cannot be used with {each.sharding_strategy.name}, which reduces twice; "
+                    "set_all_reduce_hook is called with what has been reduced"
+                )
+            if unit_of(each).wishes.reduce_scatter is not None or unit_of(each).wishes.all_reduce is not None:
+                raise MisuseError("a communication hook, or a custom reduce-scatter, is registered already")
+        for each in inner:
+            comm = CommHook(state, hook, unit_of(each).place.world.data_parallel_size)
+            if RULES[each.sharding_strategy].axes is Axes.REPLICATE:
+                each._communicate(all_reduce=comm.all_reduce)
+            else:
+                each.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
 
     # Full parameters between steps
 

@@ -17,7 +17,7 @@ from fullshard.runtime.collectives.base import (
     time_limit,
     translate,
 )
-from fullshard.runtime.collectives.custom import AllGather, Custom, ReduceScatter, check_comm
+from fullshard.runtime.collectives.custom import AllGather, Custom, CustomAllReduce, ReduceScatter, check_comm
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
 from fullshard.runtime.collectives.once import broadcast_from_first, exchange
@@ -28,6 +28,7 @@ __all__ = [
     "AllGather",
     "Call",
     "Custom",
+    "CustomAllReduce",
     "Direct",
     "GatherItem",
     "Pending",
