@@ -86,8 +86,12 @@ def _let_reset_see_full(modules: list[nn.Module], found: list[Found]) -> None:
 
 def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
     """The engine that runs `unit`; if there is none, a new one whose root is `module`."""
-    if unit.engine is not None:
-        return unit.engine
+    engine = unit.engine
+    if engine is not None:
+        if engine.unproven and unit.index == 0:
+            _check_initialized(module, engine.units)
+            engine.unproven = False
+        return engine
     units, names = _units_in(module, attribute)
     for other in units:
         if other.engine is not None:
@@ -145,8 +149,11 @@ def _take_over(unit: Unit) -> None:
 
 
 def _check_initialized(root: nn.Module, units: list[Unit]) -> None:
-    meta = [member.spec.name for unit in units for member in unit.members if member.sharded.is_meta]
-    unfilled = [name for unit in units for name in _unfilled(unit)]
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    members = [member for unit in units for member in unit.members]
+    labels = {id(member): names.get(id(member.sharded), member.spec.name) for member in members}
+    meta = [labels[id(member)] for member in members if member.sharded.is_meta]
+    unfilled = [labels[id(member)] for member in members if _is_unfilled(member)]
     buffers = [
         name
         for name, buffer in root.named_buffers()
@@ -160,21 +167,17 @@ def _check_initialized(root: nn.Module, units: list[Unit]) -> None:
     if unfilled or buffers:
         what = f"parameters {_some(unfilled)}" if unfilled else f"buffers {_some(buffers)}"
         raise UninitializedError(
-            f"{what} were materialized from the meta device and never given values; initialize them "
-            "(a module's reset_parameters must set its buffers too), or load a state dict. Non-persistent buffers are "
-            "in no state dict: compute them again"
+            f"{what} were materialized (from the meta device, or by to_empty) and never given values; "
+            "initialize them (a module's reset_parameters must set its buffers too), or load a state dict. "
+            "Non-persistent buffers are in no state dict: compute them again"
         )
 
 
-def _unfilled(unit: Unit) -> list[str]:
-    """Parameters of which every element here is the NaN that marks memory without values."""
-    names = []
-    for member in unit.members:
-        local = local_of(member.sharded)
-        marked = id(member.sharded) in REGISTRY.marked
-        if marked and local.numel() and not local.is_meta and bool(local.isnan().all()):
-            names.append(member.spec.name)
-    return names
+def _is_unfilled(member: Member) -> bool:
+    """Whether every element here is the NaN that marks memory without values."""
+    local = local_of(member.sharded)
+    marked = id(member.sharded) in REGISTRY.marked
+    return marked and local.numel() > 0 and not local.is_meta and bool(local.isnan().all())
 
 
 def _some(names: list[str]) -> str:
@@ -218,10 +221,9 @@ def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[st
     )
     equal = [member for member in members if same_values or member.spec.replicated]
     checksums = dict(zip(map(id, equal), _checksums([local_of(m.sharded) for m in equal]), strict=True))
-    unfilled = set(_unfilled(unit))
     return [
         f"unit {name!r} with {len(members)} parameters, {settings}",
-        *(_line(name, member, member.spec.name in unfilled, checksums.get(id(member))) for member in members),
+        *(_line(name, member, _is_unfilled(member), checksums.get(id(member))) for member in members),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -19,7 +19,9 @@ __all__ = [
     "contiguous_stride",
     "finished",
     "local_of",
+    "part_of_full",
     "set_local",
+    "sharded_by_rows",
     "sharded_like",
     "wrap",
 ]
@@ -86,3 +88,32 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
+
+
+def part_of_full(parameter: Any, full: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a full tensor of the global shape of the DTensor `parameter`, as a view.
+
+    Dims are split as `torch.chunk` does: by the mesh axes in their order, except that strided shards, which split what
+    another axis has split already (data parallel over tensor parallel), come last.
+    """
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "the rank is not in the mesh of its parameter"
+    sharded = [(axis, kind) for axis, kind in enumerate(parameter.placements) if not kind.is_replicate()]
+    for axis, kind in sorted(sharded, key=lambda item: isinstance(item[1], StridedShard)):
+        dim = _sharded_dim(kind)
+        rows = -(-full.shape[dim] // parameter.device_mesh.size(axis))
+        start = min(rows * coordinate[axis], full.shape[dim])
+        full = full.narrow(dim, start, min(rows, full.shape[dim] - start))
+    return full
+
+
+def _sharded_dim(placement: Placement) -> int:
+    if not isinstance(placement, Shard | StridedShard):
+        raise ValueError(f"a full tensor cannot be split by the placement {placement}; expected shards and replicas")
+    return placement.dim
+
+
+def sharded_by_rows(parameter: Any, full: torch.Tensor) -> torch.Tensor:
+    """A full tensor as a DTensor placed like the DTensor `parameter`; its local part is a view of `full`."""
+    local = part_of_full(parameter, full.detach())
+    return wrap(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())

@@ -55,6 +55,7 @@ class Engine:
         watch: If set, called for every command in place of executing it; it must call `act(unit)` once.
         ignored: Gradients of parameters that no unit has, if they shall be averaged.
         story: What is told when communication fails.
+        unproven: Parameters may have lost their values since the engine was made; the root's next forward looks.
         parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
     """
 
@@ -65,6 +66,7 @@ class Engine:
         self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
         self.story = Story(units, self.log)
         self.parameters_changed = False
+        self.unproven = False
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self.ignored: IgnoredGradients | None = None
         self._check: OrderCheck | None = None

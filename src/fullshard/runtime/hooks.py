@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.core.lifecycle import State
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
-from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.engine import Engine
+from fullshard.runtime.fresh_state import undo_allocating_step
 from fullshard.runtime.graphs import refuse_transforms
 from fullshard.runtime.inputs import Gradients, Inputs
-from fullshard.runtime.loading import refuse_rows_of_others
+from fullshard.runtime.loading import holders_of, refuse_rows_of_others, take_rows
 from fullshard.runtime.names import hide_compiled, show_compiled
 from fullshard.runtime.optimizers import check_optimizer
 from fullshard.runtime.registry import REGISTRY
@@ -58,6 +57,8 @@ class UnitHooks:
             module.register_state_dict_post_hook(partial(self.post_state_dict))
             module.register_load_state_dict_pre_hook(self.pre_load)
             module.register_load_state_dict_post_hook(self.post_load)
+        for module in holders_of(unit, modules):
+            module.register_load_state_dict_pre_hook(take_rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
         """Hooks of the copied unit; the copied modules' dicts of hooks come to refer to them."""
@@ -253,13 +254,8 @@ class UnitHooks:
         self._show_sharded()
 
     def post_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """Names are those of the plain model. Values can be copied by `copy.deepcopy`, to be loaded again later."""
+        """Names are those of the plain model."""
         hide_compiled(state, prefix)
-        for name, value in state.items():
-            # Parameters have no offset, see `sharded_like`; but the detached ones that torch puts in here do.
-            if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
-                local = local_of(value)
-                state[name] = sharded_like(value, local, local.new_empty(0))
 
     def pre_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Values are loaded into sharded parameters."""
@@ -341,6 +337,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Parameters have changed: full copies of them from before are stale."""
+    undo_allocating_step(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             unit = REGISTRY.owner(parameter)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.runtime.copying import ModuleMethod
-from fullshard.runtime.dtensors import local_of
+from fullshard.runtime.dtensors import local_of, part_of_full, sharded_by_rows
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.storage import rows_of
 from fullshard.runtime.unit import Unit
@@ -82,6 +85,65 @@ def _keep_own_rows(parameter: nn.Parameter, full: torch.Tensor | None) -> None:
         _own(parameter).copy_(_rows(parameter, full.detach()))
 
 
+# Methods by which models initialize themselves, whose random numbers shall be those of the unsharded model.
+INIT_METHODS = ("init_weights", "init_states", "init_parameters", "initialize_weights", "reset_parameters")
+
+_DRAWS_INTO = {"uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
+_DRAWS_LIKE = {"rand_like", "randn_like", "randint_like"}
+
+
+class _DrawAsUnsharded(TorchDispatchMode):
+    """Draws for a sharded tensor what the full one would get, and keeps this rank's part.
+
+    Every rank draws everything: at most one full tensor is alive, and nothing is sent. By itself a `DTensor` draws for
+    its local part only; on CPU ranks with the same random state then get the same rows.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, target = func.overloadpacket.__name__, args[0] if args else None
+        if not isinstance(target, DTensor) or target.is_meta or name not in _DRAWS_INTO | _DRAWS_LIKE:
+            return func(*args, **(kwargs or {}))
+        local = local_of(target)
+        full = func(torch.empty(target.shape, dtype=target.dtype, device=local.device), *args[1:], **(kwargs or {}))
+        if name in _DRAWS_LIKE:
+            return sharded_by_rows(target, full)
+        local.copy_(part_of_full(target, full))
+        return target
+
+
+def init_methods(original: Any) -> dict[str, Callable[..., Any]]:
+    """What a sharded class has in place of methods of the class `original`, to give values to its parameters.
+
+    Those named in `INIT_METHODS`, and `apply`, draw the random numbers of the unsharded model. After `to_empty` the
+    model holds no values, wherever it was before.
+    """
+
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        original.to_empty(self, device=device, recurse=recurse)
+        _note_emptied(self, recurse)
+        return self
+
+    draws = {name: _drawing(getattr(original, name)) for name in (*INIT_METHODS, "apply") if hasattr(original, name)}
+    return {**draws, "to_empty": functools.wraps(original.to_empty)(to_empty)}
+
+
+def _drawing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        with _DrawAsUnsharded():  # type: ignore[no-untyped-call]
+            return method(*args, **kwargs)
+
+    return drawing
+
+
+def _note_emptied(model: nn.Module, recurse: bool) -> None:
+    units = {parameter: unit for parameter in model.parameters(recurse) if (unit := REGISTRY.owner(parameter))}
+    note_materialized(model, [name for name, _ in model.named_buffers(recurse=recurse)], list(units))
+    for unit in set(units.values()):
+        if unit.engine is not None:
+            unit.engine.unproven = True
+
+
 def wrap_reset_parameters(module: nn.Module) -> None:
     """Let the next `module.reset_parameters()` see full parameters, once; for modules sharded on the meta device."""
     original = getattr(module, "reset_parameters", None)
@@ -144,14 +206,20 @@ def _check_can_reset(model: nn.Module) -> None:
         )
 
 
-def note_unfilled(buffers: dict[str, torch.Tensor], names: list[str]) -> None:
+def note_materialized(model: nn.Module, buffers: list[str], parameters: list[nn.Parameter]) -> None:
+    """These buffers (by name) and parameters of `model` have got memory, but no values."""
+    _note_unfilled(dict(model.named_buffers()), buffers)
+    _mark_unfilled(parameters)
+
+
+def _note_unfilled(buffers: dict[str, torch.Tensor], names: list[str]) -> None:
     """Buffers of these names were on the meta device: remember those that have memory now, but no values."""
     for name in names:
         if not buffers[name].is_meta:
             REGISTRY.unfilled[buffers[name]] = buffers[name]._version
 
 
-def mark_unfilled(parameters: list[nn.Parameter]) -> None:
+def _mark_unfilled(parameters: list[nn.Parameter]) -> None:
     """Parameters that were on the meta device and have memory now: NaN tells them from initialized ones."""
     with torch.no_grad():
         for parameter in parameters:

@@ -24,8 +24,8 @@ from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.graphs import keep_out_of_graphs
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, EndOfBackward, UnitHooks
-from fullshard.runtime.init import mark_unfilled, note_unfilled
-from fullshard.runtime.loading import all_or_nothing
+from fullshard.runtime.init import init_methods, note_materialized
+from fullshard.runtime.loading import unchanged_if_it_fails
 from fullshard.runtime.unit import Unit
 from fullshard.runtime.unshard import UnshardHandle, Unsharding
 
@@ -55,7 +55,8 @@ def attach(modules: list[nn.Module], unit: Unit, site: str) -> None:
 @functools.cache
 def sharded_class(original: Any) -> type[nn.Module]:
     """The subclass of `original` and `FSDPModule` that sharded modules get."""
-    return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
+    body = {"__module__": original.__module__, **init_methods(original)}
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), body)
 
 
 class FSDPModule:
@@ -133,8 +134,8 @@ class FSDPModule:
                 engine.forget_held(unit_of(part))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As of any module, and if it raises nothing has been changed."""
-        with all_or_nothing(cast(nn.Module, self)):
+        """As of any module; of full tensors every rank takes its part, and if it raises nothing has been changed."""
+        with unchanged_if_it_fails(cast(nn.Module, self), state_dict, strict):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     # Settings
@@ -370,8 +371,7 @@ class FSDPModule:
         meta = [member.sharded for member in unit.members if member.sharded.is_meta]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit.reflatten()
-        note_unfilled(dict(cast(nn.Module, self).named_buffers()), names)
-        mark_unfilled(meta)
+        note_materialized(cast(nn.Module, self), names, meta)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

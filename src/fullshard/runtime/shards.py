@@ -60,7 +60,7 @@ def shard_parameters(
         for region in buffers.layout.regions:
             item = group[region.index]
             _copy_rows(buffers, region, own_part(item.parameter))
-            sharded = item.dress.sharded(buffers.local(region), item.parameter, buffers.shard.new_empty(0))
+            sharded = item.dress.sharded(buffers.own_local(region), item.parameter, buffers.shard.new_empty(0))
             members[indices[region.index]] = Member(item.spec, item.slots, sharded, item.place, item.dress)
         flows.append(_flow(buffers, [members[i] for i in indices], precision))
     return [members[i] for i in range(len(found))], flows
@@ -93,7 +93,7 @@ def reflatten(members: list[Member], precision: MixedPrecisionPolicy) -> list[Gr
                 local = local_of(sharded)
                 if not local.is_meta:
                     buffers.local(region).copy_(local)
-                set_local(sharded, buffers.local(region))
+                set_local(sharded, buffers.own_local(region))
             flows.append(_flow(buffers, group, precision))
     return flows
 

@@ -224,6 +224,15 @@ class FlatBuffers:
         shape, stride = self._local_views[region.index]
         return (self.shard if flat is None else flat).as_strided(shape, stride, region.shard_offset)
 
+    def own_local(self, region: Region) -> torch.Tensor:
+        """The same rows of the flat shard, as a tensor with a storage of its own on the same memory.
+
+        A DTensor takes its storage offset from its local tensor, and one whose offset is not 0 can be neither pickled
+        nor deep-copied. Files get the rows of the parameter, not the flat shard.
+        """
+        local = self.local(region)
+        return local if local.is_meta or type(local) is not torch.Tensor else torch.utils.dlpack.from_dlpack(local)
+
     @property
     def full_bytes(self) -> int:
         """Bytes of the full buffer; none if it is the flat shard."""
