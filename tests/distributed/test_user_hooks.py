@@ -158,6 +158,35 @@ def test_optimizer_steps_inside_backward(cluster: Cluster) -> None:
     cluster.run(check_optimizer_in_backward)
 
 
+def check_tensor_hooks(rank: int) -> None:
+    reference, model = models()
+    for each in (reference, model):
+        for parameter in each.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2 if gradient.ndim > 1 else None)
+    for step in range(2):  # the second is added to the first, which is not doubled again
+        reference_loss(reference, step).backward()
+        loss_of(model, batch(rank, step)).backward()
+        compare_gradients(model, reference)
+
+
+def test_hooks_of_parameters_may_replace_gradients(cluster: Cluster) -> None:
+    """They get the mean over ranks, a DTensor, before it is added to what is there."""
+    cluster.run(check_tensor_hooks)
+
+
+def check_early_hooks(rank: int) -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = nn.Linear(4, 4)
+        getattr(model.weight, register)(lambda _: None)
+        with pytest.warns(UserWarning, match=r"'weight' have hooks .* before sharding: they will not be called"):
+            fully_shard(model)
+
+
+def test_hooks_registered_on_parameters_before_sharding(cluster: Cluster) -> None:
+    """They belong to parameters that the model no longer has, which is said aloud."""
+    cluster.run(check_early_hooks)
+
+
 # -- tools of torch around a step --------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,6 +44,7 @@ def build_unit(
     found = find_parameters(modules, ignored, placement_fn, place)
     _claim_tied(found, modules)
     _move_buffers(modules, place.device)
+    _warn_of_hooks(found)
     unit = Unit(found, place, precision, policy)
     unit.module_ids = {id(module) for module in modules}
     REGISTRY.note_sharded(unit, [item.parameter for item in found])
@@ -74,6 +77,21 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
+
+
+def _warn_of_hooks(found: list[Found]) -> None:
+    """Hooks on parameters close over the parameters they were made for, so they do not move to the sharded ones."""
+    names = [
+        item.spec.name
+        for item in found
+        if item.parameter._backward_hooks or getattr(item.parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if names:
+        warnings.warn(
+            f"parameters {_some(names)} have hooks that were registered before sharding: they will not be called. "
+            "Register them after it, on model.parameters()",
+            stacklevel=4,
+        )
 
 
 def _let_reset_see_full(modules: list[nn.Module], found: list[Found]) -> None:

@@ -222,6 +222,9 @@ class GradientFlow:
         flat = flat.to(self.buffers.shard.dtype)
         self._touched = True
         self._added |= any(parameter.grad is not None for parameter in self.sharded)
+        for region in (*done.plan.small, *done.plan.large):
+            if self.sharded[region.index]._backward_hooks and used[region.index]:
+                self._run_tensor_hooks(region, flat)
         existing = self.flat()
         existing = existing if done.plan == self.plan() else None
         if existing is not None:
@@ -277,6 +280,18 @@ class GradientFlow:
             if base is None or local._base is not base or local.storage_offset() != region.shard_offset:
                 return None
         return None if base is None or base.dim() != 1 or base.numel() < plan.numel else base[: plan.numel]
+
+    def _run_tensor_hooks(self, region: Region, flat: torch.Tensor) -> None:
+        """Call what the user registered by `register_hook` on a sharded parameter: it may replace the new gradient."""
+        parameter = self.sharded[region.index]
+        local = self.buffers.local(region, flat)
+        gradient = sharded_like(parameter, local)
+        hooks: dict[int, Any] = parameter._backward_hooks  # type: ignore[assignment]
+        for hook in tuple(hooks.values()):
+            result = hook(gradient)
+            gradient = gradient if result is None else result
+        if local_of(gradient) is not local:
+            local.copy_(local_of(gradient))
 
     def _bind_one(self, region: Region, flat: torch.Tensor) -> None:
         parameter = self.sharded[region.index]
