@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from cluster import Cluster
 from fullshard import (
@@ -526,3 +529,73 @@ def check_hybrid(rank: int) -> None:
 
 def test_replicas_write_and_read_the_same(cluster: Cluster) -> None:
     cluster.run(check_hybrid, world_size=4)
+
+
+# Beside torch's class
+
+
+class Simple(nn.Module):
+    """What torch's class takes: no 0-d parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 5)
+        self.down = nn.Linear(5, 3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.unused = nn.Linear(2, 1)
+        self.register_buffer("counted", torch.arange(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.down(self.up(x).relu()))
+
+
+def _dicts_of(module: Any, rank: int, **options: Any) -> list[Any]:
+    """What one implementation writes: the model's state, the optimizer's, what is loaded, by number, at rank 0 only."""
+    torch.manual_seed(0)
+    inner = Simple()
+    policy = module.wrap.ModuleWrapPolicy({nn.Linear})
+    model = module.FullyShardedDataParallel(inner, auto_wrap_policy=policy, **options)
+    groups = [{"params": list(inner.up.parameters()), "lr": 0.1}]
+    groups.append({"params": [p for part in (inner.down, inner.frozen, inner.unused) for p in part.parameters()]})
+    optimizer = torch.optim.AdamW(groups)
+    for _ in range(2):
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kind = module.StateDictType.FULL_STATE_DICT
+    cls = module.FullyShardedDataParallel
+    state = cls.optim_state_dict(model, optimizer)
+    optimizer.load_state_dict(cls.optim_state_dict_to_load(model, optimizer, state))
+    with cls.state_dict_type(model, kind, optim_state_dict_config=module.FullOptimStateDictConfig(rank0_only=True)):
+        first = cls.optim_state_dict(model, optimizer)
+        cls.optim_state_dict_to_load(model, optimizer, first, load_directly=True)
+    torch.manual_seed(0)
+    plain = Simple()
+    theirs = torch.optim.AdamW([{"params": plain.up.parameters()}, {"params": [*plain.parameters()][2:]}])
+    key_type = importlib.import_module(f"{module.__name__}.fully_sharded_data_parallel").OptimStateKeyType
+    numbered = cls.rekey_optim_state_dict(state, key_type.PARAM_ID, plain, optim=theirs)
+    theirs.load_state_dict(numbered)
+    older = [cls.full_optim_state_dict(model, optimizer), cls.optim_state_dict(model, optimizer)]
+    return [dict(model.state_dict()), state, first, numbered, *older]
+
+
+def check_beside_torch(rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = _dicts_of(
+            importlib.import_module("torch.distributed.fsdp"), rank, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    ours = _dicts_of(importlib.import_module("fullshard"), rank)
+    assert_same(ours[0], theirs[0], tolerance=1e-6)
+    for number, (got, want) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(_zeros(got), _zeros(want), f"{number}")
+
+
+def _zeros(value: Any) -> Any:
+    """The structure alone: torch 2.13 itself mixes up the two averages of some biases."""
+    return tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def test_dicts_are_those_of_torchs_class(cluster: Cluster) -> None:
+    """Keys, types, shapes and structure of the model's and the optimizer's state, and the model's values."""
+    cluster.run(check_beside_torch)
