@@ -442,3 +442,33 @@ def _raise() -> None:
 
 def test_use_parameters_says_what_it_needs(cluster: Cluster) -> None:
     cluster.run(check_use_refused)
+
+
+class Tied(nn.Module):
+    """Uses the head's weight without calling the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3)])
+        self.head = nn.Linear(3, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) @ self.head.weight.T
+
+
+def check_named(rank: int) -> None:
+    model = Tied()
+    fully_shard(model.layers[0])
+    fully_shard(model.head)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        model(torch.ones(1, 3))
+    (note,) = caught.value.__notes__
+    assert note.startswith("fullshard: parameter 'head.weight' is sharded here, because the forward of its own unit")
+    assert "fullshard.use_parameters(module, function, ...)" in note
+    assert_at_rest(model)
+
+
+def test_an_error_about_a_sharded_weight_names_it_and_the_cure(cluster: Cluster) -> None:
+    """B91."""
+    cluster.run(check_named)

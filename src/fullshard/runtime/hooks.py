@@ -22,6 +22,7 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.fresh_state import undo_allocating_step
 from fullshard.runtime.graphs import refuse_transforms
+from fullshard.runtime.explain import explain_mixed
 from fullshard.runtime.inputs import Gradients, Inputs
 from fullshard.runtime.loading import holders_of, refuse_rows_of_others, take_rows
 from fullshard.runtime.names import hide_compiled, show_compiled
@@ -157,6 +158,8 @@ class UnitHooks:
         """The forward raised."""
         self._ran.clear()
         if self.engine is not None:
+            states = self.engine.scheduler.states
+            explain_mixed(sys.exc_info()[1], [unit for unit in self.engine.units if not states[unit.index].in_use])
             self.engine.forward_failed(self._unit, _autograd_runs())
 
     def refuse_backward(self, output: Any) -> Any:
