@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cluster import Cluster
-from fullshard import MixedPrecisionPolicy, full_parameters, full_tensor, fully_shard, use_parameters
+from fullshard import FSDP, MixedPrecisionPolicy, full_parameters, full_tensor, fully_shard, use_parameters
 from fullshard.errors import CommunicationError, MisuseError
 
 
@@ -108,7 +108,7 @@ def check_one_rank_alone(rank: int) -> None:
     model = make_odd()
     if rank == 0:
         # Where the other rank has ended before the time limit, the error says that.
-        with pytest.raises(CommunicationError, match=r"full parameters of .*waited for rank\(s\) \[1\].*'weight'"):
+        with pytest.raises(CommunicationError, match=r"full parameters of .*waited for rank\(s\) \[1\].*weight'"):
             _look(model.first)
     assert isinstance(model.first.weight, DTensor)
     assert_at_rest(model)
@@ -370,6 +370,24 @@ def fused_loss(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> t
 
 def _tokens_and_labels(rank: int, step: int) -> torch.Tensor:
     return torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def check_head_of_the_class(rank: int) -> None:
+    torch.manual_seed(0)
+    plain, inner = Headless(), Headless()
+    inner.load_state_dict(plain.state_dict())
+    inner.block = FSDP(inner.block)
+    ours = FSDP(inner)
+    tokens, labels = _tokens_and_labels(0, 0)
+    fused_loss(plain.head, plain(tokens), labels).backward()
+    use_parameters(inner.head, lambda h, y: fused_loss(inner.head, h, y), ours(tokens), labels).backward()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), plain.get_parameter(name).grad, atol=1e-6, rtol=1e-6)
+
+
+def test_a_head_inside_of_the_class_can_be_used_by_the_loss(cluster: Cluster) -> None:
+    """B91."""
+    cluster.run(check_head_of_the_class)
 
 
 def check_head_outside(rank: int, own_unit: bool, tied: bool, dtype: torch.dtype | None) -> None:

@@ -231,7 +231,8 @@ def scatter_optimizer(
     skeleton = exchange(skeleton, group)[0]
     if skeleton is None:
         raise ValueError(f"rank {dist.get_process_group_ranks(group)[0]} has no optimizer state to give to the others")
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    device = next((mesh.device_type for mesh in meshes), "cpu")  # whose backend the ranks have
 
     def fetch(value: Any, name: str) -> Any:
         if not isinstance(value, _Announced):

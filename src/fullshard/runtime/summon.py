@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
+from fullshard.runtime.forms import Form, Kind, keeps_values
 from fullshard.runtime.module import HANDLE
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.shards import Member
@@ -21,35 +21,6 @@ from fullshard.runtime.unit import Shown, Unit
 from fullshard.runtime.whole import Gatherer, local_part
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Summon:
-    """How full parameters are shown.
-
-    Attributes:
-        writeback: Write what the user changed into the shards at the end.
-        rank0_only: Only rank 0 of the default group sees full parameters; the others keep their shards.
-        offload_to_cpu: They are on the CPU.
-        with_grads: They come with full gradients.
-    """
-
-    writeback: bool = True
-    rank0_only: bool = False
-    offload_to_cpu: bool = False
-    with_grads: bool = False
-
-    def __post_init__(self) -> None:
-        if self.writeback and self.rank0_only:
-            raise NotImplementedError(
-                "writeback=True with rank0_only=True is not supported: the other ranks see nothing to write back. Pass "
-                "writeback=False, or edit on every rank"
-            )
-
-    @property
-    def on_this_rank(self) -> bool:
-        """Whether this rank sees full parameters."""
-        return not self.rank0_only or torch.distributed.get_rank() == 0
 
 
 @contextmanager
@@ -76,8 +47,8 @@ def full_parameters(
         module: Any module; what is sharded in it or below it counts.
         recurse: False takes only the unit of `module` itself.
         writeback: At the end each rank writes its own rows into its shard. False drops all edits.
-        rank0_only: See `Summon`.
-        offload_to_cpu: See `Summon`.
+        rank0_only: Only the first rank of the mesh sees full parameters; the others keep their shards.
+        offload_to_cpu: Full parameters are on the CPU.
         with_grads: Full parameters have full gradients, which are written back, too.
 
     Raises:
@@ -85,21 +56,25 @@ def full_parameters(
         MisuseError: A forward or backward is running.
         ValueError: At the end, if a parameter was replaced by a tensor of another shape; nothing is written then.
     """
-    settings = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True with rank0_only=True is not supported: the other ranks see nothing to write back. Pass "
+            "writeback=False, or edit on every rank"
+        )
+    form = Form(Kind.FULL, offload_to_cpu, rank0_only)
     units = _units(module, recurse)
     for unit in units:
         _bring_to_rest(unit)
-    gatherer = Gatherer("full parameters")
-    lent = [[_full(member, gatherer, settings) for member in unit.members] for unit in units]
-    if not settings.on_this_rank:
+    lent = _gather(units, form, keeps_values(module, form), with_grads)
+    if not lent:
         yield
         return
     for unit, parameters in zip(units, lent, strict=True):
-        unit.lend(_present(parameters))
+        unit.lend(parameters)
     try:
         yield
     finally:
-        held = [unit.take_back(_present(parameters)) for unit, parameters in zip(units, lent, strict=True)]
+        held = [unit.take_back(parameters) for unit, parameters in zip(units, lent, strict=True)]
         if writeback:
             _write_back(units, held, with_grads)
 
@@ -124,27 +99,29 @@ def _bring_to_rest(unit: Unit) -> None:
     engine.on(Event(EventKind.RESHARD, unit.index))
 
 
-def _full(member: Member, gatherer: Gatherer, settings: Summon) -> nn.Parameter | None:
-    """The full parameter, with what the user wrote on the sharded one; None where this rank shall not see it."""
-    sharded = member.sharded
-    tensors = [sharded] if sharded.grad is None or not settings.with_grads else [sharded, sharded.grad]
-    full = []
-    for tensor in tensors:
-        whole = gatherer.full(tensor, member.spec.name)
-        if settings.on_this_rank:
-            full.append(whole.cpu() if settings.offload_to_cpu else whole)
-        del whole  # before the next one is gathered
-    if not full:
-        return None
-    parameter = nn.Parameter(full[0], requires_grad=sharded.requires_grad)
+def _gather(units: list[Unit], form: Form, keep: bool, with_grads: bool) -> list[list[nn.Parameter]]:
+    """Full parameters of each unit; none at all where this rank keeps nothing."""
+    gatherer = Gatherer("full parameters")
+    lent: list[list[nn.Parameter]] = []
+    for unit in units:
+        parameters = []
+        for member in unit.members:
+            name = f"{unit.name}.{member.spec.name}".lstrip(".")
+            made = _parameter(member.sharded, form.write(member.sharded, name, gatherer))
+            if with_grads and member.sharded.grad is not None:
+                made.grad = form.write(member.sharded.grad, name, gatherer)
+            if keep:
+                parameters.append(made)
+            del made  # before the next one is gathered
+        lent.append(parameters)
+    return lent if keep else []
+
+
+def _parameter(sharded: nn.Parameter, full: torch.Tensor) -> nn.Parameter:
+    """The full parameter, with what the user wrote on the sharded one."""
+    parameter = nn.Parameter(full, requires_grad=sharded.requires_grad)
     parameter.__dict__.update(sharded.__dict__)
-    if len(full) == 2:
-        parameter.grad = full[1]
     return parameter
-
-
-def _present(parameters: list[nn.Parameter | None]) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if parameter is not None]
 
 
 def _write_back(units: list[Unit], held: list[list[torch.Tensor | None]], with_grads: bool) -> None:
