@@ -20,8 +20,8 @@ from fullshard.core.lifecycle import State
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.engine import Engine
-from fullshard.runtime.fresh_state import undo_allocating_step
 from fullshard.runtime.explain import explain_mixed
+from fullshard.runtime.fresh_state import undo_allocating_step
 from fullshard.runtime.graphs import refuse_transforms
 from fullshard.runtime.inputs import Gradients, Inputs
 from fullshard.runtime.loading import holders_of, refuse_rows_of_others, take_rows
