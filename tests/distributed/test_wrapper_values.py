@@ -105,14 +105,21 @@ def check_meta(rank: int, init_fn: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
 
+    def addresses(module: nn.Module) -> list[int]:
+        inside = [part for part in module.modules() if isinstance(part, FSDP)]
+        return [parameter.to_local().data_ptr() for part in inside for parameter in part.parameters()]
+
     def constant(module: nn.Module) -> None:
+        before = addresses(module)
         module.to_empty(device="cpu")  # with all that is in it: a careless one
-        for number, parameter in enumerate(module.parameters()):
+        assert addresses(module) == before
+        for number, parameter in enumerate(module.parameters(recurse=False)):
             nn.init.constant_(parameter, number + 1.0)
 
     torch.manual_seed(0)
+    policy: Any = ModuleWrapPolicy({nn.LayerNorm}) if init_fn else always_wrap_policy
     options: dict[str, Any] = {"param_init_fn": constant} if init_fn else {}
-    wrapped = FSDP(model, auto_wrap_policy=always_wrap_policy, **options)
+    wrapped = FSDP(model, auto_wrap_policy=policy, **options)
     values = {name: full(parameter) for name, parameter in wrapped.named_parameters()}
     if init_fn:
         assert all(torch.equal(v, torch.full_like(v, 1.0 + name.endswith("bias"))) for name, v in values.items()), (
