@@ -1,0 +1,14 @@
+"""The names of `torch.distributed.fsdp._fully_shard._fsdp_api`."""
+
+from fullshard.runtime.collectives import AllGather, ReduceScatter
+from fullshard.runtime.place import DataParallelMeshDims
+from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
+]
