@@ -22,9 +22,8 @@ WIDTH, MICROBATCHES, ROWS = 8, 4, 2
 
 def stages(count: int) -> list[nn.Sequential]:
     torch.manual_seed(9)
-    return [
-        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))).double() for _ in range(2)
-    ]
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(2 * count)]
+    return [nn.Sequential(*blocks[start : start + 2]) for start in range(0, 2 * count, 2)]
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
