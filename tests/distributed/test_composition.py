@@ -188,3 +188,32 @@ def check_cast(rank: int) -> None:
 
 def test_dtype_changes_after_sharding(cluster: Cluster) -> None:
     cluster.run(check_cast)
+
+
+def check_warned(rank: int) -> None:
+    def build(seed: int, how: str) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        fully_shard(model[0])
+        fully_shard(model)
+        if how == "load":
+            model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+        elif how == "assign":
+            model.load_state_dict({name: value * 1 for name, value in model.state_dict().items()}, assign=True)
+        elif how == "init":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(1.0)
+        return model
+
+    x = torch.ones(2, 5)
+    match = r"ranks \[0, 1\] built parameters \[.1.weight., .1.bias., .0.weight., .0.bias.\] with different values"
+    with pytest.warns(UserWarning, match=match):
+        build(rank, "")(x)
+    for seed, how in ((7, ""), (rank, "load"), (rank, "assign"), (rank, "init")):
+        build(seed, how)(x)  # warnings are errors here
+
+
+def test_models_built_from_other_seeds_are_named(cluster: Cluster) -> None:
+    """B74: a warning, since rows that were never meant to count may be loaded later by ways that nobody sees."""
+    cluster.run(check_warned)

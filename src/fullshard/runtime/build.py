@@ -12,11 +12,12 @@ from fullshard.core.policy import UnitPolicy
 from fullshard.errors import MisuseError, UninitializedError
 from fullshard.runtime.collectives import check_agreement
 from fullshard.runtime.debug import wants_debug
-from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names
+from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names, own_part
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.ignored import IgnoredGradients, warn_of_own_gradients
 from fullshard.runtime.init import wrap_reset_parameters
+from fullshard.runtime.origin import Origin, checksums, warn_of_other_origins
 from fullshard.runtime.place import Place
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
@@ -48,6 +49,8 @@ def build_unit(
     unit = Unit(found, place, precision, policy)
     unit.module_ids = {id(module) for module in modules}
     REGISTRY.note_sharded(unit, [item.parameter for item in found])
+    for item, member in zip(found, unit.members, strict=True):
+        member.origin = Origin.of(own_part(item.parameter), member.sharded)
     _let_reset_see_full(modules, found)
     return unit
 
@@ -210,6 +213,7 @@ def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
     """
     lines: dict[tuple[int, ...], list[str]] = {}
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    origins: dict[tuple[int, ...], dict[str, int | None]] = {}
     for unit, name in zip(units, names, strict=True):
         # A unit without parameters takes part as well; parameters on other ranks than the rest are compared there.
         for place in dict.fromkeys((unit.place, *(flow.place for flow in unit.flows))):
@@ -218,8 +222,19 @@ def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
                     key = tuple(dist.get_process_group_ranks(group))
                     groups.setdefault(key, group)
                     lines.setdefault(key, []).extend(_describe(unit, name or "(root)", place, same_values))
-    for key, group in groups.items():
-        check_agreement(lines[key], group)
+                    origins.setdefault(key, {}).update(_origins(unit, name, place))
+    remarks = {key: check_agreement(lines[key], group, origins[key]) for key, group in groups.items()}
+    for key, remark in remarks.items():
+        warn_of_other_origins(list(key), remark)
+
+
+def _origins(unit: Unit, name: str, place: Place) -> dict[str, int | None]:
+    """By qualified name, a checksum of what a parameter was built with, if it still is that."""
+    return {
+        f"{name}.{member.spec.name}".removeprefix("."): member.origin.checksum_if_untouched(member.sharded)
+        for member in unit.members
+        if member.place == place and member.origin is not None
+    }
 
 
 def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[str]:
@@ -238,10 +253,10 @@ def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[st
         f"sync {policy.sync_gradients} {policy.sync_replicas}, debug {wants_debug(unit)}"
     )
     equal = [member for member in members if same_values or member.spec.replicated]
-    checksums = dict(zip(map(id, equal), _checksums([local_of(m.sharded) for m in equal]), strict=True))
+    sums = dict(zip(map(id, equal), checksums([local_of(m.sharded) for m in equal]), strict=True))
     return [
         f"unit {name!r} with {len(members)} parameters, {settings}",
-        *(_line(name, member, _is_unfilled(member), checksums.get(id(member))) for member in members),
+        *(_line(name, member, _is_unfilled(member), sums.get(id(member))) for member in members),
     ]
 
 
@@ -251,13 +266,3 @@ def _line(unit: str, member: Member, unfilled: bool, checksum: int | None) -> st
     values = ", without values" if unfilled else f", values with checksum {checksum}" if checksum is not None else ""
     where = f"parameter {spec.name!r} of unit {unit!r}, shape {spec.shape}"
     return f"{where}, {spec.dtype}, {state}, dim {spec.shard_dim}{values}"
-
-
-def _checksums(tensors: list[torch.Tensor]) -> list[int]:
-    """Sums of the bits of tensors as integers, which do not depend on the order of addition."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [
-        tensor.contiguous().view(words[tensor.element_size()]).sum(dtype=torch.int64)
-        for tensor in (t.new_zeros(1, device="cpu") if t.is_meta else t.detach() for t in tensors)
-    ]
-    return torch.stack(sums).tolist() if sums else []

@@ -79,4 +79,4 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 def _everywhere(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    return [value] if group is None else exchange(value, group)
+    return [value] if group is None else exchange(value, group, "agreement on a step")

@@ -18,6 +18,7 @@ from fullshard.runtime.dress import Dress
 from fullshard.runtime.dtensors import local_of, set_local
 from fullshard.runtime.extensions import ExtensionBuffers, shard_of
 from fullshard.runtime.gradients import GradientFlow
+from fullshard.runtime.origin import Origin
 from fullshard.runtime.place import Place
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.storage import FlatBuffers, rows_of
@@ -32,6 +33,7 @@ class Member:
     sharded: nn.Parameter
     place: Place
     dress: Dress
+    origin: Origin | None = None
 
     def copy(self, memo: dict[int, Any]) -> Member:
         """The same for copied modules: the dicts of their parameters are copied with them, or here before them."""

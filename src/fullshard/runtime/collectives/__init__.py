@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 
@@ -48,6 +50,8 @@ __all__ = [
     "translate",
 ]
 
+_Remark = TypeVar("_Remark")
+
 TRANSPORTS = ("auto", "direct", "torch")
 
 
@@ -79,19 +83,22 @@ def separate_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
     return made
 
 
-def check_agreement(description: list[str], group: dist.ProcessGroup) -> None:
+def check_agreement(description: list[str], group: dist.ProcessGroup, remark: _Remark) -> list[_Remark]:
     """Compare a description of the model, one line an item, over the ranks of `group`.
+
+    Returns:
+        What every rank remarked, in the order of the group; it travels in the same exchange.
 
     Raises:
         CommunicationError: A rank has nothing to compare within the time limit.
         RanksDisagreeError: On every rank, with the first line that differs and the ranks that differ in it.
     """
     if group.size() == 1:
-        return
-    gathered = exchange(description, group, "comparison of the model")
+        return [remark]
+    gathered = exchange((description, remark), group, "comparison of the model")
     ranks = dist.get_process_group_ranks(group)
-    for rank, lines in zip(ranks, gathered, strict=True):
-        found = first_difference(gathered[0], lines)
+    for rank, (theirs_all, _) in zip(ranks, gathered, strict=True):
+        found = first_difference(gathered[0][0], theirs_all)
         if found is not None:
             _, theirs, mine = found
             raise RanksDisagreeError(
@@ -99,6 +106,7 @@ def check_agreement(description: list[str], group: dist.ProcessGroup) -> None:
                 f"has: {mine}. Build the model from the same code, configuration and seed on every rank, and shard it "
                 "in the same order."
             )
+    return [remark for _, remark in gathered]
 
 
 def sum_scalars(values: torch.Tensor, group: dist.ProcessGroup, largest: bool = False) -> None:
