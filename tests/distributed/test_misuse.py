@@ -135,7 +135,7 @@ def check_optimizer_that_was_fine(rank: int) -> None:
     make_stack()  # from here on optimizers are watched
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch(rank)).sum().backward()
+    model(batch(0)).sum().backward()
     optimizer.step()
     fully_shard(model)
     model(batch(rank)).sum().backward()
