@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import torch_names
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "compatibility.md"

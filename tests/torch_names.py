@@ -14,10 +14,6 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import torch.distributed.fsdp
-import torch.distributed.fsdp.fully_sharded_data_parallel
-import torch.distributed.fsdp.sharded_grad_scaler
-import torch.distributed.fsdp.wrap
 from torch import nn
 
 TORCH = "torch.distributed.fsdp"
@@ -39,8 +35,8 @@ def torch_names() -> dict[str, Any]:
 def our_names(wanted: dict[str, Any]) -> set[str]:
     """Those of the names in `wanted` that fullshard has too, in the same place."""
     found: set[str] = set()
-    for name in wanted:
-        if "(" in name or wanted[name] is None:
+    for name, theirs in wanted.items():
+        if theirs is None:
             continue  # inside of another one
         module_name, _, attribute = name.rpartition(".")
         value = getattr(importlib.import_module(f"{OURS}.{module_name}".rstrip(".")), attribute, None)
