@@ -264,7 +264,7 @@ SCHEDULE = [
     Mutation(
         "kept parameters survive a change of the shards",
         "schedule",
-        "            if not state.in_use:\n",
+        "            if not state.in_use and not still_good:\n",
         "            if state is State.PREFETCHED:\n",
         _ANY_RUN,
         "units keep what was gathered before",
@@ -394,6 +394,20 @@ SCHEDULE = [
         "            return\n",
         _ANY_RUN,
         "full and nothing needs it",
+    ),
+    Mutation(
+        "kept parameters that nobody wrote are gathered again",
+        "schedule",
+        "unit in event.units and state is State.KEPT",
+        "False and state is State.KEPT",
+        "test_kept_parameters_that_were_not_written_stay",
+    ),
+    Mutation(
+        "a unit that is not to be kept stays after a step",
+        "schedule",
+        "state is State.KEPT and self.policies[unit].keep_after_backward",
+        "state is State.KEPT",
+        "test_kept_parameters_that_were_not_written_stay",
     ),
     Mutation(
         "an inner unit that failed keeps its buffer",

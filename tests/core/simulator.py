@@ -156,6 +156,9 @@ class Simulator:
         """What an event says about the parameters, before it is answered."""
         if event.kind == "CHANGED":
             self.version += 1
+            for unit in event.units:  # these have the values of the new version already
+                if self.units[unit].buffer is not None:
+                    self.units[unit].buffer = self.version
         if event.kind == "UNSHARD" and not self.units[event.unit].registered:
             self.units[event.unit].asked_for = True
 
@@ -278,7 +281,13 @@ class Simulator:
             facts.reason = facts.reason or "user"
 
     def _after_changed(self, event: Ev, ops: list[tuple[str, int]]) -> None:
-        stale = [f for f in self.units if not f.in_use and (f.buffer is not None or f.secondary is not None)]
+        stale = [
+            facts
+            for unit, facts in enumerate(self.units)
+            if not facts.in_use
+            and (facts.buffer is not None or facts.secondary is not None)
+            and not (unit in event.units and self.settings[unit].keep_after_backward and facts.buffer is not None)
+        ]
         assert not stale, f"{event}: units keep what was gathered before"
 
     def _after_abort(self, event: Ev, ops: list[tuple[str, int]]) -> None:

@@ -307,6 +307,23 @@ def test_parameters_kept_after_backward_are_not_gathered_again(core: Core) -> No
 
 
 @holds
+def test_kept_parameters_that_were_not_written_stay(core: Core) -> None:
+    """B126: the frozen base of an adapter, kept full, is gathered once and not once a step."""
+    case = Chain((1, 2), None).case()
+    kept = replace(case, settings=tuple(replace(setting, keep_after_backward=True) for setting in case.settings))
+    runner = Runner(core, kept)
+    runner.feed_all(case.trace)
+    count = runner.simulator.gathers
+    runner.feed(Ev("CHANGED", units=(1, 2)))
+    runner.feed_all(case.trace)
+    assert runner.simulator.gathers == count + 1  # the root, which was written
+    runner = Runner(core, case)  # nothing is to be kept: units do not stay
+    runner.feed_all(case.trace)
+    runner.feed(Ev("CHANGED", units=(0, 1, 2)))
+    assert runner.scheduler.at_rest()
+
+
+@holds
 def test_a_unit_that_backward_does_not_read_is_not_gathered_for_it(core: Core) -> None:
     case = Chain((1, 2), None).case()
     settings = (Setting(), Setting(), Setting(unshard_in_backward=False))

@@ -52,7 +52,8 @@ class Event:
         inside_backward: PRE_FORWARD, POST_FORWARD, FORWARD_FAILED: autograd is running (recomputation), or the
             parameters are used outside of a forward. ABORT: it is a backward that failed.
         reducible: POST_BACKWARD: the unit has parameters that require gradients.
-        units: END_BACKWARD: units that hold full gradients which no POST_BACKWARD has reported.
+        units: END_BACKWARD: units that hold full gradients which no POST_BACKWARD has reported. CHANGED: units whose
+            shards were not written.
         last: END_BACKWARD: wait for all reductions.
     """
 
@@ -315,11 +316,13 @@ class Scheduler:
             )
         self._move(event.unit, Step.RESHARD)
 
-    def _changed(self, _event: Event) -> None:
+    def _changed(self, event: Event) -> None:
         """The optimizer or a load wrote the shards: what was gathered before is stale, graphs from before are done."""
         self._to_backward.clear()
         for unit, state in enumerate(self.states):
-            if not state.in_use:
+            # The base of an adapter that is kept full is gathered once, not once a step.
+            still_good = unit in event.units and state is State.KEPT and self.policies[unit].keep_after_backward
+            if not state.in_use and not still_good:
                 self._move(unit, Step.RESHARD)
 
     def _abort(self, event: Event) -> None:

@@ -56,7 +56,7 @@ class Engine:
         ignored: Gradients of parameters that no unit has, if they shall be averaged.
         story: What is told when communication fails.
         unproven: Parameters may have lost their values since the engine was made; the root's next forward looks.
-        parameters_changed: An optimizer has stepped since the last event; what was gathered before is stale.
+        written: Units whose shards have been written since the last forward began; what was gathered of them is stale.
     """
 
     def __init__(self, units: list[Unit], names: list[str]) -> None:
@@ -65,8 +65,8 @@ class Engine:
         self.pool = BufferPool(device, 0)
         self.log: deque[Command] = deque(maxlen=_LOG_COMMANDS)
         self.story = Story(units, self.log)
-        self.parameters_changed = False
         self.unproven = False
+        self.written: set[int] = set()
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self.ignored: IgnoredGradients | None = None
         self._check: OrderCheck | None = None
@@ -185,9 +185,10 @@ class Engine:
     def before_forward(self) -> None:
         """Bring the engine to a state from which a forward may begin, whatever happened before."""
         self.recover()
-        if self.parameters_changed and not self.in_backward:
-            self.parameters_changed = False
-            self.on(Event(EventKind.CHANGED))
+        if self.written and not self.in_backward:
+            as_before = tuple(unit.index for unit in self.units if unit.index not in self.written)
+            self.written.clear()
+            self.on(Event(EventKind.CHANGED, units=as_before))
 
     def before_root_forward(self) -> None:
         """Take over parameters that the user moved, cast or replaced in modules below the sharded ones."""

@@ -266,7 +266,7 @@ class UnitHooks:
         show_compiled(module, state, prefix)
         if self.engine is not None:
             self.engine.recover()
-            self.engine.parameters_changed = True
+            self.engine.written.add(self._unit.index)
         self._show_sharded()
 
     def post_load(self, module: nn.Module, _incompatible: Any) -> None:
@@ -343,9 +343,10 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     undo_allocating_step(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            unit = REGISTRY.owner(parameter)
+            # Without a gradient it was left alone. Whoever writes it by hand raises its version counter.
+            unit = REGISTRY.owner(parameter) if parameter.grad is not None else None
             if unit is not None and unit.engine is not None:
-                unit.engine.parameters_changed = True
+                unit.engine.written.add(unit.index)
 
 
 class OptimizerHooks:

@@ -137,7 +137,7 @@ def _write_back(units: list[Unit], held: list[list[torch.Tensor | None]], with_g
                 _write_back_gradient(member.sharded, value.grad)
     for unit in units:
         if unit.engine is not None:
-            unit.engine.parameters_changed = True
+            unit.engine.written.add(unit.index)
 
 
 def _checked(value: torch.Tensor | None, member: Member) -> torch.Tensor:
