@@ -310,7 +310,8 @@ def test_parameters_kept_after_backward_are_not_gathered_again(core: Core) -> No
 def test_kept_parameters_that_were_not_written_stay(core: Core) -> None:
     """B126: the frozen base of an adapter, kept full, is gathered once and not once a step."""
     case = Chain((1, 2), None).case()
-    kept = replace(case, settings=tuple(replace(setting, keep_after_backward=True) for setting in case.settings))
+    always = {"after_forward": "KEEP", "keep_after_backward": True}
+    kept = replace(case, settings=tuple(replace(setting, **always) for setting in case.settings))
     runner = Runner(core, kept)
     runner.feed_all(case.trace)
     count = runner.simulator.gathers
