@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -392,3 +393,58 @@ class Feed(nn.Module):
 @pytest.mark.parametrize("kind", ["shard", "replicate", "hsdp", "two"])
 def test_parameters_on_the_full_mesh(cluster: Cluster, kind: str) -> None:
     cluster.run(check_spmd, kind, world_size=4)
+
+
+def check_uneven(rank: int) -> None:
+    """Rows that neither axis divides evenly, logits that stay parallel, and a smaller shard after forward."""
+    dp, tp, part, parts = mesh_3d(1, 2, 2)
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 7))
+    ours = copy.deepcopy(reference)
+    logits = ColwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(ours, tp, {"0": ColwiseParallel(), "2": logits})
+    fully_shard(ours, mesh=dp)
+    x, labels = torch.randn(parts, 5, 6), torch.arange(5)
+    with loss_parallel():
+        nn.functional.cross_entropy(ours(x[part]), labels).backward()
+    sum(nn.functional.cross_entropy(reference(each), labels) / parts for each in x).backward()
+    compare(ours, reference)
+
+
+def test_uneven_rows_and_parallel_loss(cluster: Cluster) -> None:
+    cluster.run(check_uneven, world_size=4)
+
+
+def check_smaller_shard(rank: int) -> None:
+    dp, tp, _, _ = mesh_3d(1, 4, 1)
+    reference, ours = Feed(), Feed()
+    parallelize_module(ours, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(ours, mesh=dp, reshard_after_forward=2)
+    x = torch.randn(3, WIDTH)
+    for model in (ours, reference):
+        model(x).square().sum().backward()
+    compare(ours, reference, 1e-5)
+    assert_at_rest(ours)
+
+
+def test_smaller_shard_after_forward(cluster: Cluster) -> None:
+    cluster.run(check_smaller_shard, world_size=4)
+
+
+def check_refused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
+    with pytest.raises(
+        ValueError, match=r"'weight' already is a DTensor .* cannot be joined with the data-parallel mesh"
+    ):
+        fully_shard(layer, mesh=mesh)
+    with pytest.raises(ValueError, match="all parameters must be DTensors on the mesh"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with pytest.raises(ValueError, match="names 'tp', but the dims of the mesh are"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="tp"))
+    with pytest.raises(ValueError, match="names no dim"):
+        DataParallelMeshDims()
+
+
+def test_meshes_that_do_not_fit(cluster: Cluster) -> None:
+    cluster.run(check_refused)

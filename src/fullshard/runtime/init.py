@@ -224,6 +224,7 @@ def _mark_unfilled(parameters: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for parameter in parameters:
             local = local_of(parameter)
-            if not local.is_meta and local.is_floating_point():
+            # A subclass need not know NaN, or how to be filled.
+            if type(local) is torch.Tensor and not local.is_meta and local.is_floating_point():
                 local.fill_(torch.nan)
                 REGISTRY.marked.add(id(parameter))
