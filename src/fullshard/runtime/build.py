@@ -252,7 +252,8 @@ def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[st
         f"{unit.precision}, transport {unit.place.transport!r}, after forward {policy.after_forward.value}, "
         f"sync {policy.sync_gradients} {policy.sync_replicas}, debug {wants_debug(unit)}"
     )
-    equal = [member for member in members if same_values or member.spec.replicated]
+    # Of a subclass that shards itself the bits are not known here.
+    equal = [m for m in members if (same_values or m.spec.replicated) and not m.dress.extends]
     sums = dict(zip(map(id, equal), checksums([local_of(m.sharded) for m in equal]), strict=True))
     return [
         f"unit {name!r} with {len(members)} parameters, {settings}",
