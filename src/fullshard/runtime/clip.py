@@ -124,7 +124,7 @@ def _parts(flow: GradientFlow, wanted: Container[int]) -> Iterator[tuple[list[di
     Every group of the flow comes, with or without gradients here, so that all ranks sum the same.
     """
     group, dresses = flow.place.shard_group, flow.buffers.dresses
-    if all(dress.is_plain for dress in dresses) and not any(spec.replicated for spec in flow.buffers.specs):
+    if not flow.buffers.dressed and not any(spec.replicated for spec in flow.buffers.specs):
         yield [group], _pieces(flow, wanted)
         return
     for parameter, spec, dress in zip(flow.sharded, flow.buffers.specs, dresses, strict=True):
