@@ -127,6 +127,10 @@ class Scheduler:
         """Whether every unit is sharded and nothing is in flight."""
         return not self._reducing and all(state is State.SHARDED for state in self.states)
 
+    def runs(self, unit: int) -> bool:
+        """Whether the forward of `unit` is running."""
+        return self._depth[unit] > 0
+
     def in_use(self) -> list[int]:
         """Units whose forward is running."""
         return [unit for unit, depth in enumerate(self._depth) if depth]

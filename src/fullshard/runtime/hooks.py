@@ -121,7 +121,7 @@ class UnitHooks:
 
     def _bury_dead_forward(self, module: nn.Module, engine: Engine) -> None:
         """A forward that ended by what is no `Exception` (Ctrl-C) told nobody: let its unit go before the next one."""
-        if self._unit.index in engine.scheduler.in_use() and not _autograd_runs() and not _is_running(module):
+        if engine.scheduler.runs(self._unit.index) and not _autograd_runs() and not _is_running(module):
             if self._unit.index == 0:
                 engine.abort()
             else:

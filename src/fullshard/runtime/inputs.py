@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard.runtime.tree import TensorMap, cast_floating, tensors_in
+from fullshard.runtime.tree import TensorMap, cast_floating, is_flat, tensors_in
 
 # Told the gradients of the inputs, None for an input without one.
 Gradients = Sequence[torch.Tensor | None]
@@ -48,19 +48,33 @@ class Inputs:
         Returns:
             Whether it will be. Not if a tensor that requires a gradient is where it cannot be replaced.
         """
-        tensors = {id(tensor): tensor for tensor in tensors_in((self.args, self.kwargs)) if tensor.requires_grad}
+        flat = is_flat(self.args) and is_flat(self.kwargs.values())
+        found = self._flat_tensors() if flat else tensors_in((self.args, self.kwargs))
+        tensors = {id(tensor): tensor for tensor in found if tensor.requires_grad}
         if not tensors:
             return False
         aliases = _AfterBackward.apply(call, *tensors.values())  # type: ignore[no-untyped-call]
         replaced = dict(zip(tensors, aliases, strict=True))
+        if flat:
+            self.args = tuple(replaced.get(id(value), value) for value in self.args)
+            self.kwargs = {key: replaced.get(id(value), value) for key, value in self.kwargs.items()}
+        elif not self._replace(replaced):
+            return False
+        self._node = aliases[0].grad_fn
+        self._aliases = [(tensors[key], alias, alias._version) for key, alias in replaced.items()]
+        return True
+
+    def _flat_tensors(self) -> list[torch.Tensor]:
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
+
+    def _replace(self, replaced: dict[int, torch.Tensor]) -> bool:
+        """Put other tensors in place of those of these identities, unless one of them cannot be replaced."""
         mapping = TensorMap(lambda tensor: replaced.get(id(tensor), tensor))
         inputs = mapping((self.args, self.kwargs))
         if any(tensor.requires_grad for tensor in tensors_in(mapping.left)):
             return False
         self.args, self.kwargs = inputs
         self._maps.append(mapping)
-        self._node = aliases[0].grad_fn
-        self._aliases = [(tensors[key], alias, alias._version) for key, alias in replaced.items()]
         return True
 
     def settle(self) -> None:

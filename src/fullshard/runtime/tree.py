@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserList, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,6 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 _SEQUENCES = (tuple, list, deque, UserList, set, frozenset)
+_NO_CONTAINERS = (torch.Tensor, str, int, float, type(None))
+
+
+def is_flat(values: Iterable[Any]) -> bool:
+    """Whether none of `values` is a container; False if it takes more than a glance."""
+    return all(isinstance(value, _NO_CONTAINERS) for value in values)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -26,6 +32,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`value` with `fn` applied to every tensor in it; see `TensorMap`."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)  # what modules return most often, without the bookkeeping
     return TensorMap(fn, into_nodes=True)(value)
 
 
@@ -82,7 +90,7 @@ class TensorMap:
 
 def _open(value: Any) -> list[Any] | None:
     """What a container holds, or None for what is no container."""
-    if value is None or isinstance(value, str | int | float):
+    if isinstance(value, _NO_CONTAINERS):
         return None
     if isinstance(value, Mapping):
         return list(value.values())
