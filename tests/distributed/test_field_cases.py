@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from reference import full
+from reference import assert_at_rest, full
 from stack import batch, engine_of, make_stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,6 +97,60 @@ def test_every_pattern_of_accumulation_gives_the_sum_of_all_microbatches(
 ) -> None:
     """B70: no microbatch is lost, whichever of them communicated."""
     cluster.run(check_patterns_of_accumulation, replicas, world_size=world_size)
+
+
+# Parameters and units that are used seldom, or hold little
+
+
+class Pair(nn.Module):
+    """Two networks of which each step trains one, and a scale without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        if which == "neither":
+            return x * 1
+        out: torch.Tensor = getattr(self, which)(x) * self.scale
+        return out
+
+
+def check_alternating(rank: int, sequence: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    reference, ours = Pair(), Pair()
+    ours.load_state_dict(reference.state_dict())
+    fully_shard(ours.generator)
+    fully_shard(ours.critic)
+    fully_shard(ours)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in (reference, ours)]
+    for step, which in enumerate(sequence):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        inputs = [batch(each, step, width=4).requires_grad_() for each in range(dist.get_world_size())]
+        torch.stack([reference(x, which).square().sum() for x in inputs]).mean().backward()
+        x = batch(rank, step, width=4).requires_grad_()
+        ours(x, which).square().sum().backward()
+        torch.testing.assert_close(x.grad, inputs[rank].grad * dist.get_world_size())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_at_rest(ours)
+        for (name, got), want in zip(ours.named_parameters(), reference.parameters(), strict=True):
+            assert (got.grad is None) == (want.grad is None), f"gradient of {name} after {which!r}"
+            torch.testing.assert_close(full(got.detach()), want.detach(), msg=f"{name} after {which!r}: {{}}".format)
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        pytest.param(("generator", "critic", "generator", "critic"), id="alternating"),
+        pytest.param(("neither", "critic", "neither", "generator"), id="not_used"),
+    ],
+)
+def test_networks_that_train_in_turn(cluster: Cluster, sequence: tuple[str, ...]) -> None:
+    """B29; B23: a step that uses no parameter leaves every unit sharded and every gradient None; B07: 0-d."""
+    cluster.run(check_alternating, sequence)
 
 
 # Adapters

@@ -115,12 +115,15 @@ def test_json_summary_is_one_document_on_stdout(tmp_path: Path) -> None:
 
 
 def test_runs_under_torchrun(tmp_path: Path) -> None:
+    """And says what its numbers are (B128)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "fullshard", "train"]
     command += [str(write_config(tmp_path, steps=2)), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 2
+    numbers = next(line for line in done.stderr.splitlines() if "numbers:" in line)
+    assert "parameters and optimizer state float32, computed in float32" in numbers
 
 
 def test_killed_rank_ends_the_command_with_its_name(training: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_override_without_a_value_is_an_error() -> None:
     ],
 )
 def test_wrong_setting_is_an_error_that_helps(key: str, value: str, message: str) -> None:
+    """B98: neither a key nor a value that does not exist is passed over."""
     with pytest.raises(ConfigError, match=message):
         load_settings(None, [(key, value)])
 

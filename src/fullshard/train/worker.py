@@ -92,6 +92,7 @@ def _prepare_in(folder: RunFolder, config: Config, world: World, view: ProgressV
     torch.manual_seed(config.train.seed + RNG_STRIDE * (world.rank + 1))
     parts = Parts(config, world, model, optimizer, stream, validation, corpus.fingerprint, folder)
     view.note(_headline(parts, corpus.files))
+    view.note(_numerics(parts))
     progress = resume(parts, view) if folder.resumes else Progress(step=0, position=0)
     return parts, progress
 
@@ -99,15 +100,22 @@ def _prepare_in(folder: RunFolder, config: Config, world: World, view: ProgressV
 def build_sharded(config: Config, world: World) -> nn.Module:
     """The model, each block a unit and the rest in the root unit; weights depend on train.seed alone."""
     model = build_llama(config.model, config.train.seed, config.train.activation_checkpointing == "full")
-    precision = MixedPrecisionPolicy()
-    if config.train.precision == "bf16":
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": precision, "transport": config.parallel.transport}
+    options: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": _precision(config),
+        "transport": config.parallel.transport,
+    }
     for layer in model.model.layers:
         fully_shard(layer, reshard_after_forward=config.parallel.reshard_after_forward, **options)
     # Not for the root: backward begins with its head right after forward, so freeing it would only cost a gather.
     fully_shard(model, **options)
     return model
+
+
+def _precision(config: Config) -> MixedPrecisionPolicy:
+    if config.train.precision == "bf16":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
 
 
 def resume(parts: Parts, view: ProgressView) -> Progress:
@@ -142,6 +150,18 @@ def _warn_about_changes(parts: Parts, path: Path, view: ProgressView) -> None:
     _, bending = changed_settings(manifest["config"], parts.config)
     for change in bending:
         view.note(f"warning: {change}; the losses will differ from those of an uninterrupted run.")
+
+
+def _numerics(parts: Parts) -> str:
+    """Where engines differ, and losses with them, when a run moves from one to another."""
+    stored = next(parts.model.parameters()).dtype
+    policy = _precision(parts.config)
+    name = {None: str(stored)} | {dtype: str(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype}
+    return (
+        f"numbers: parameters and optimizer state {stored}, computed in {name[policy.param_dtype]}, gradients summed "
+        f"over ranks in {name[policy.reduce_dtype]}; the loss is the mean over the tokens of a step, of all ranks and "
+        "microbatches alike, so the learning rate does not depend on the number of ranks"
+    ).replace("torch.", "")
 
 
 def _headline(parts: Parts, files: int) -> str:
