@@ -31,7 +31,9 @@ from fullshard import (
     MixedPrecision,
     ShardingStrategy,
 )
+from fullshard.core.lifecycle import Op
 from fullshard.errors import AlreadyShardedError, MisuseError
+from fullshard.runtime.module import unit_of
 from fullshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from models import by_name, make_model
 from networks import Blocks, Residual
@@ -220,6 +222,59 @@ def test_no_sync_holds_gradients_and_clipping_is_global(cluster: Cluster) -> Non
     cluster.run(check_no_sync)
 
 
+def check_gathers_of_microbatches(rank: int, strategy: ShardingStrategy, gathers: list[int]) -> None:
+    torch.manual_seed(0)
+    model = FSDP(Blocks(), auto_wrap_policy=ModuleWrapPolicy({Residual}), sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        counts = []
+        for microbatch in range(3):
+            with model.no_sync() if microbatch < 2 else contextlib.nullcontext():
+                loss = model(batch(10 * microbatch + rank)).square().sum()
+                engine = unit_of(model).engine
+                loss.backward()
+            counts.append(sum(command.op is Op.GATHER for command in engine.log))
+            engine.log.clear()
+        optimizer.step()
+        if step:
+            assert counts == gathers
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gathers"), [(ShardingStrategy.SHARD_GRAD_OP, [3, 0, 0]), (ShardingStrategy.FULL_SHARD, [4, 4, 4])]
+)
+def test_no_sync_keeps_what_forward_keeps(cluster: Cluster, strategy: ShardingStrategy, gathers: list[int]) -> None:
+    cluster.run(check_gathers_of_microbatches, strategy, gathers)
+
+
+def check_what_is_given(rank: int) -> None:
+    layer = nn.BatchNorm1d(4, affine=False)
+    mean = layer.running_mean
+    halves = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    with pytest.warns(UserWarning, match="itself ignored"):
+        wrapped = FSDP(layer, ignored_modules=[layer], mixed_precision=halves, device_id="cpu")
+    assert wrapped.running_mean is mean
+    assert mean.dtype == torch.float32
+
+    model = blocks()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch(rank)).square().sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    named = FSDP.optim_state_dict(model, optimizer, {"state": before["state"]})
+    assert set(named) == {"state"}
+    loaded = FSDP.optim_state_dict_to_load(model, optimizer, named)
+    assert set(loaded) == {"state"}
+    optimizer.load_state_dict({**loaded, "param_groups": before["param_groups"]})
+    for key, values in optimizer.state_dict()["state"].items():
+        for kind, value in values.items():
+            torch.testing.assert_close(full(value), full(before["state"][key][kind]), rtol=0, atol=0)
+
+
+def test_ignored_buffers_and_state_without_groups_stay_what_they_are(cluster: Cluster) -> None:
+    cluster.run(check_what_is_given)
+
+
 def check_apply(rank: int) -> None:
     model = blocks()
     seen: list[torch.Size] = []
@@ -312,10 +367,12 @@ def check_misuse(rank: int) -> None:
         assert not hasattr(model.weight, "placements")
     with pytest.raises(TypeError, match=r"wraps an nn.Module"):
         FSDP(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no forward"):
+    with pytest.warns(UserWarning, match="ModuleList has no forward"):
         FSDP(nn.ModuleList([nn.Linear(2, 2)]))
     wrapped = FSDP(nn.Linear(4, 4), cpu_offload=CPUOffload(True), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     assert wrapped.cpu_offload.offload_params
+    assert wrapped.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert (wrapped.forward_prefetch, wrapped.limit_all_gathers) == (False, True)
     with pytest.raises(AlreadyShardedError, match=r"already sharded \(at .*test_wrapper_class.py"):
         FSDP(wrapped)
     with pytest.raises(ValueError, match="'0' is wrapped already"):

@@ -40,7 +40,8 @@ def write_optimizer(
         model: Has the optimizer's parameters.
         optimizer: Any torch optimizer.
         form: How values are written.
-        state_dict: What `optimizer.state_dict()` returned, if it is not to be called.
+        state_dict: What `optimizer.state_dict()` returned, if it is not to be called; without "param_groups" the result
+            has none either.
 
     Raises:
         ValueError: A parameter of the optimizer is not in the model.
@@ -59,11 +60,13 @@ def write_optimizer(
     if not keep:
         return {}
     others = {str(key): values for key, values in saved["state"].items() if key not in names}
-    groups = [
-        {**copy.deepcopy(_settings(group)), "params": [names[key] for key in group["params"]]}
-        for group in saved["param_groups"]
-    ]
-    return {"state": {**state, **others}, "param_groups": groups}
+    made: StateDict = {"state": {**state, **others}}
+    if "param_groups" in saved:
+        made["param_groups"] = [
+            {**copy.deepcopy(_settings(group)), "params": [names[key] for key in group["params"]]}
+            for group in saved["param_groups"]
+        ]
+    return made
 
 
 def _write(value: Any, name: str, form: Form, gatherer: Gatherer) -> Any:
@@ -94,19 +97,19 @@ def read_optimizer(
         model: Has the optimizer's parameters.
         optimizer: Any torch optimizer; it is not changed.
         form: How values were written.
-        named: What `write_optimizer` returned, at any number of ranks.
+        named: What `write_optimizer` returned, at any number of ranks; without "param_groups" the result has none.
         fetch: Gets each value and its name, in the order in which they were saved, and returns the value to read.
 
     Raises:
         ValueError: Saved and present parameters are not the same, a saved group is divided over several groups, or a
             value has another shape than its parameter needs.
     """
-    for part in ("state", "param_groups"):
-        if part not in named:
-            raise ValueError(f"the saved optimizer state has no {part!r}, only {sorted(map(str, named))}")
+    if "state" not in named:
+        raise ValueError(f"the saved optimizer state has no 'state', only {sorted(map(str, named))}")
     names = _names_by_key(model, optimizer, None)
     parameters = _parameters_by_key(optimizer)
-    _check_names(set(names.values()), named)
+    if "param_groups" in named:
+        _check_names(set(names.values()), named)
     reader = _Reader(form, optimizer, _counters(parameters, names, named))
     keys = {name: key for key, name in names.items()}
     state = {}
@@ -120,6 +123,8 @@ def read_optimizer(
                 kind: reader.read(kind, fetch(value, f"{name}.{kind}"), parameter, name)
                 for kind, value in values.items()
             }
+    if "param_groups" not in named:
+        return {"state": state}
     groups = []
     for number, group in enumerate(_numbered_groups(optimizer)):
         source = _group_of([names[key] for key in group], named["param_groups"], number)
@@ -291,7 +296,7 @@ def _names_by_key(
             "optimizer was built for, and build the optimizer after sharding"
         )
     keys: Iterable[Any] = parameters
-    if saved is not None:
+    if saved is not None and "param_groups" in saved:
         keys = [key for group in saved["param_groups"] for key in group["params"]]
     return {key: names[id(p)] for key, p in zip(keys, parameters.values(), strict=True)}
 

@@ -28,7 +28,7 @@ class Arguments:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     mixed_precision: MixedPrecision | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
-    device_id: int | torch.device | None = None
+    device_id: int | str | torch.device | None = None
     sync_module_states: bool = False
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
@@ -40,6 +40,8 @@ class Arguments:
         self._set("sharding_strategy", ShardingStrategy.accept(self.sharding_strategy))
         self._set("cpu_offload", alike("cpu_offload", CPUOffload, self.cpu_offload) or CPUOffload())
         self._set("mixed_precision", alike("mixed_precision", MixedPrecision, self.mixed_precision))
+        if isinstance(self.device_id, str):
+            self._set("device_id", torch.device(self.device_id))
         prefetch: Any = self.backward_prefetch
         if prefetch is not None and getattr(prefetch, "name", None) not in BackwardPrefetch.__members__:
             raise TypeError(f"backward_prefetch must be a BackwardPrefetch or None, got {prefetch!r}")

@@ -15,7 +15,10 @@ from fullshard.wrapper.places import LeftAlone, Ties
 
 def own_parts(module: nn.Module, ignored: Iterable[nn.Module]) -> dict[str, nn.Module]:
     """`module` and the submodules that no wrapper inside of it has, without ignored ones: by name, outer first."""
-    seen = {*ignored, module}
+    seen = {*ignored}
+    if module in seen:
+        return {}
+    seen.add(module)
     parts = {"": module}
     waiting = deque([("", module)])
     while waiting:

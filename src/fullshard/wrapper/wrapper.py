@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,10 +10,10 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.core.policy import AfterForward
 from fullshard.core.strategy import RULES, Axes, ShardingStrategy
 from fullshard.errors import AlreadyShardedError, MisuseError
 from fullshard.runtime.api import call_site
@@ -30,13 +31,14 @@ from fullshard.wrapper.arguments import Arguments
 from fullshard.wrapper.auto_wrap import auto_wrap
 from fullshard.wrapper.comm_hook import CommHook
 from fullshard.wrapper.filling import cast_buffers, fill
+from fullshard.wrapper.made_with import MadeWith
 from fullshard.wrapper.optim_state import OptimizerStates
 from fullshard.wrapper.places import LeftAlone, ignored_in
 from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision
 from fullshard.wrapper.wrap import WrapPolicy, _Policy
 
 
-class FullyShardedDataParallel(FSDPModule, OptimizerStates):
+class FullyShardedDataParallel(FSDPModule, OptimizerStates, MadeWith):
     """Wraps a module, shards its parameters over the data-parallel ranks, and calls it like the module itself.
 
     Parameters are those of the wrapped module that no wrapper inside of it has; they become `DTensor`s under their own
@@ -81,7 +83,7 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -218,6 +220,10 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
         """Whether no other wrapper contains this one."""
         return not self._is_nested
 
+    @property
+    def _is_root(self) -> bool:
+        return self.check_is_root()
+
     def _require_root(self, method: str) -> None:
         if self._is_nested:
             raise MisuseError(f"{method} of a wrapper inside another one was called; call it on the outermost wrapper")
@@ -231,18 +237,25 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward accumulates full gradients without communication; the first backward after it reduces all.
 
+        Units that keep full parameters from forward to backward (SHARD_GRAD_OP) keep them from one microbatch to the
+        next, too: whole gradients are held anyway, and no gather is needed.
+
         Raises:
             MisuseError: This is not the outermost wrapper, or it is running.
         """
         self._require_root("no_sync")
         inner = self.fsdp_modules(self)
-        before = [unit_of(each).policy.sync_gradients for each in inner]
+        before = [unit_of(each).policy for each in inner]
         self.set_requires_gradient_sync(False)
+        for each, policy in zip(inner, before, strict=True):
+            if policy.after_forward is AfterForward.KEEP:
+                each.set_reshard_after_backward(False, recurse=False)
         try:
             yield
         finally:
-            for each, sync in zip(inner, before, strict=True):
-                each.set_requires_gradient_sync(sync, recurse=False)
+            for each, policy in zip(inner, before, strict=True):
+                each.set_requires_gradient_sync(policy.sync_gradients, recurse=False)
+                each.set_reshard_after_backward(not policy.keep_after_backward, recurse=False)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
@@ -315,50 +328,6 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates):
         with full_parameters(self, recurse=False):
             return super().apply(fn)
 
-    # What it was made with
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """Strategy of this wrapper."""
-        return self._arguments.sharding_strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """Dtypes of this wrapper."""
-        return self._arguments.mixed_precision or MixedPrecision()
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
-        """Where shards live."""
-        return self._arguments.cpu_offload
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the pieces of one parameter; with NO_SHARD all ranks, which hold it whole."""
-        place = unit_of(self).place
-        if RULES[self.sharding_strategy].axes is Axes.REPLICATE and place.replicate_group is not None:
-            return place.replicate_group
-        return place.shard_group
-
-    @property
-    def rank(self) -> int:
-        """This rank in `process_group`."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of `process_group`."""
-        return self.process_group.size()
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Device of parameters and computation."""
-        return unit_of(self).place.device
-
-    @property
-    def _is_root(self) -> bool:
-        return self.check_is_root()
-
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
@@ -371,8 +340,10 @@ def _check_module(module: object) -> None:
     unowned = any(REGISTRY.owner(parameter) is None for parameter in module.parameters())
     # Of the object: a compiled module has its forward there.
     if getattr(module.forward, "__func__", None) is nn.Module.forward and unowned:
-        raise ValueError(
-            f"a {type(module).__name__} has no forward, so it would never be gathered; wrap each of its modules"
+        warnings.warn(
+            f"this {type(module).__name__} has no forward, so its parameters are sharded but never gathered for "
+            "computing; wrap each of its modules",
+            stacklevel=3,
         )
 
 
