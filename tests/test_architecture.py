@@ -36,6 +36,8 @@ ALLOWED_IMPORTS: dict[str, tuple[str, ...]] = {
 LAYERS = ("core", "runtime", "wrapper", "tools", "train", "cli")
 STANDARD_LIBRARY_ONLY = ("errors", "core")
 FORBIDDEN_ENGINES = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel", "deepspeed")
+# No engine, but where they all enter what was done to a module, so that others leave it alone.
+REGISTRY_OF_ENGINES = "torch.distributed._composable.contract"
 
 # Signatures that copy a public function of torch, argument by argument.
 MANY_ARGUMENTS = frozenset({"fully_shard", "FullyShardedDataParallel.__init__", "ShardedGradScaler.__init__"})
@@ -130,6 +132,7 @@ def no_other_engine(source: Source) -> list[str]:
         f"line {line}: imports {name}"
         for line, name in _imports(source)
         if any(f"{name}.".startswith(f"{engine}.") for engine in FORBIDDEN_ENGINES)
+        and not name.startswith(f"{REGISTRY_OF_ENGINES}.")
     ]
 
 

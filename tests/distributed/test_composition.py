@@ -12,6 +12,7 @@ import torch.distributed as dist
 from reference import full
 from stack import batch, make_stack
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
@@ -217,3 +218,22 @@ def check_warned(rank: int) -> None:
 def test_models_built_from_other_seeds_are_named(cluster: Cluster) -> None:
     """B74: a warning, since rows that were never meant to count may be loaded later by ways that nobody sees."""
     cluster.run(check_warned)
+
+
+def check_replicated_around(rank: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 3)).double()
+
+    reference, model = build(), build()
+    fully_shard(model[1])
+    replicate(model)
+    for step in range(2):
+        model(batch(rank, step).double()).sum().backward()
+        torch.stack([reference(batch(r, step).double()).sum() for r in range(2)]).mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+def test_replicate_leaves_sharded_parts_alone(cluster: Cluster) -> None:
+    cluster.run(check_replicated_around)

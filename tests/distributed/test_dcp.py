@@ -118,6 +118,37 @@ def test_what_the_tools_return_is_the_same_as_for_torch(cluster: Cluster, shape:
     cluster.run(check_get, shape, world_size=2 * len(shape))
 
 
+def check_wrapped(rank: int, flat: bool) -> None:
+    whole = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+    plain, models = Dims(), []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Dims()
+        model.first = ours.FullyShardedDataParallel(model.first)
+        model = ours.FullyShardedDataParallel(model, use_orig_params=True)
+        models.append((model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)))
+        train(*models[-1], steps=seed + 1)
+    states = [get_state_dict(*pair, options=StateDictOptions(flatten_optimizer_state_dict=flat)) for pair in models]
+    assert list(states[0][0]) == list(plain.state_dict())
+    own = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    names = get_optimizer_state_dict(plain, own, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    assert sorted(states[0][1] if flat else states[0][1]["state"]) == sorted(names if flat else names["state"])
+    values, state = copy.deepcopy(states[1])
+    put = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_state_dict(*models[0], model_state_dict=values, optim_state_dict=state, options=put)
+    results = []
+    for pair in models:
+        train(*pair, steps=1)
+        results.append(get_state_dict(*pair, options=put if flat else whole))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_tools_know_the_class_by_the_names_of_the_plain_model(cluster: Cluster, flat: bool) -> None:
+    """Wrappers, nested too, are in no name of model or optimizer state."""
+    cluster.run(check_wrapped, flat)
+
+
 def check_set(rank: int, shape: tuple[int, ...]) -> None:
     mesh = mesh_of(shape)
     source = build(theirs, seed=1, mesh=mesh, steps=2)

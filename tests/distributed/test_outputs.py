@@ -18,6 +18,8 @@ from torch.utils._pytree import register_pytree_node
 from cluster import Cluster
 from distributed.reference import assert_at_rest, full
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.runtime.inputs import Inputs
+from fullshard.runtime.module import unit_of
 
 WIDTH = 4
 
@@ -232,6 +234,44 @@ def check_packed(rank: int) -> None:
 def test_packed_sequences(cluster: Cluster) -> None:
     """B45. Also: units whose modules keep lists of their parameters (GRU)."""
     cluster.run(check_packed)
+
+
+# -- inputs on another device ------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_moved_in_every_container() -> None:
+    """Tensors go to the device, integers too; what a packed sequence says of its lengths must stay on the CPU."""
+    packed = pack_padded_sequence(torch.ones(2, 3, WIDTH), torch.tensor([1, 3]), batch_first=True, enforce_sorted=False)
+    source = torch.ones(2, requires_grad=True)
+    inputs = Inputs((source, [torch.ones(2, dtype=torch.long), "text"]), {"packed": packed, "none": None})
+    inputs.move(torch.device("meta"))
+    first, (numbers, text) = inputs.args
+    moved = inputs.kwargs["packed"]
+    assert first.grad_fn is not None
+    assert (text, inputs.kwargs["none"]) == ("text", None)
+    assert all(part.is_meta for part in (first, numbers, moved.data, moved.sorted_indices, moved.unsorted_indices))
+    assert type(moved) is PackedSequence
+    assert not moved.batch_sizes.is_meta
+
+
+def check_who_moves(rank: int, device: str) -> list[int]:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    units = [unit_of(fully_shard(module)) for module in (*model, model)]
+    model(batch(rank))
+    for unit in units:
+        unit.place = dataclasses.replace(unit.place, device=torch.device(device))
+    moved: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Inputs, "move", lambda _, device: moved.append(device.index))
+        model(batch(rank)).sum().backward()
+        model[1](batch(rank))  # a forward of its own
+    return moved
+
+
+@pytest.mark.parametrize(("device", "moved"), [("cuda:1", [1, 1]), ("cpu", [])])
+def test_only_inputs_of_the_outermost_forward_are_moved(cluster: Cluster, device: str, moved: list[int]) -> None:
+    """A batch may come from the CPU, to a root or to a part that is called alone; nothing is looked at on the CPU."""
+    assert cluster.run(check_who_moves, device) == [moved, moved]
 
 
 # -- modules that write into their inputs ------------------------------------------------------------------------------

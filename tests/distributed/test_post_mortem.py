@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +15,13 @@ from stack import batch, engine_of, make_stack
 from torch import nn
 
 from cluster import Cluster
-from fullshard import clip_grad_norm_
+from fullshard import clip_grad_norm_, full_parameters, full_tensor
 from fullshard.errors import CommunicationError, MisuseError, PeerLostError, PeerTimeoutError
+from fullshard.runtime import postmortem
 from fullshard.runtime.collectives import postbox
+from fullshard.runtime.forms import Form
+from fullshard.runtime.module_state import write_module
+from fullshard.runtime.optim_state import write_optimizer
 
 LIMIT_SECONDS = 3.0
 
@@ -254,3 +259,43 @@ def test_lost_peer_of_the_torch_transport(cluster: Cluster) -> None:
     outcomes = cluster.run_outcomes(check_peer_lost, group_timeout=LIMIT_SECONDS)
     assert "the connection is closed, that process has ended. Look at its error first." in outcomes[0].value
     assert "rank 1 posted nothing" in outcomes[0].value
+
+
+def check_whole_alone(rank: int) -> dict[str, str]:
+    model = make_stack()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    texts: dict[str, str] = {}
+    if rank == 1:
+        stay_until_done(0)
+        return texts
+    for how, call in WHOLE.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(postmortem, "WAIT_SECONDS", 0.2)
+            with pytest.raises(CommunicationError) as caught:
+                call(model, optimizer)
+        texts[how] = str(caught.value)
+    say_done()
+    return texts
+
+
+WHOLE: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "full tensor": lambda model, _: full_tensor(next(model.parameters()), "blocks.0.weight"),
+    "full parameters": lambda model, _: full_parameters(model).__enter__(),
+    "full state dict": lambda model, _: write_module(model, model.state_dict(), "", Form()),
+    "full optimizer state": lambda model, optimizer: write_optimizer(model, optimizer, Form()),
+}
+
+
+def test_whole_tensors_on_one_rank_only(cluster: Cluster) -> None:
+    """B111: what all ranks must call together, one rank calls alone."""
+    texts, _ = cluster.run(check_whole_alone, group_timeout=LIMIT_SECONDS)
+    assert list(texts) == list(WHOLE)
+    for how, text in texts.items():
+        first, *rest = text.splitlines()
+        assert first.startswith(f"{how} of unit 'blocks.0"), text
+        assert "rank 0 waited for rank(s) [1] (" in first, text
+        assert rest[0] == "What each rank did last:"
+        assert rest[1].startswith("  rank 0: step 1: "), text
+        assert rest[2].startswith("  rank 1 posted nothing"), text

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.core.policy import UnitPolicy, after_forward
@@ -88,7 +89,13 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         original: Any = type(each)
         # Past a __setattr__ of the user's class.
         object.__setattr__(each, "__class__", sharded_class(original))
+        _tell_torch(each)
     return module
+
+
+def _tell_torch(module: nn.Module) -> None:
+    """Enter the module where torch's `replicate` looks for parts of a model that are sharded, to leave them alone."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = RegistryItem()
 
 
 def _by_strategy(

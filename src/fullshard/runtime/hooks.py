@@ -107,6 +107,9 @@ class UnitHooks:
             self._bury_dead_forward(module, engine)
         if unit.index == 0:
             engine.before_root_forward()
+        device = unit.place.device
+        if device.type != "cpu" and not engine.scheduler.in_use():  # a forward begins that is in no other one
+            inputs.move(device)
         if unit.precision.param_dtype is not None and unit.precision.cast_forward_inputs:
             inputs.cast(unit.precision.param_dtype)
         state = engine.scheduler.states[unit.index]

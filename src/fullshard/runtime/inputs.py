@@ -36,9 +36,16 @@ class Inputs:
         self._aliases: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # caller's, module's, version at the start
         self._node: Any = None
 
+    def move(self, device: torch.device) -> None:
+        """Move tensors to `device`: a batch may come from the CPU."""
+        self._map(partial(torch.Tensor.to, device=device))
+
     def cast(self, dtype: torch.dtype) -> None:
         """Cast floating point tensors; integers, booleans and complex numbers stay."""
-        mapping = TensorMap(partial(cast_floating, dtype))
+        self._map(partial(cast_floating, dtype))
+
+    def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        mapping = TensorMap(fn)
         self.args, self.kwargs = mapping((self.args, self.kwargs))
         self._maps.append(mapping)
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.runtime.forms import Form, keeps_values
 from fullshard.runtime.names import plain_name
+from fullshard.runtime.postmortem import explained
 from fullshard.runtime.whole import Gatherer
 
 
@@ -29,7 +30,8 @@ def write_module(module: nn.Module, state: dict[str, Any], prefix: str, form: Fo
             identity = names.get(plain_name(key.removeprefix(prefix)), id(value))
             if identity not in written:
                 # No name for what is not kept: the next tensor is gathered after this one has gone.
-                written[identity] = _if(keep, form.write(value, key, gatherer))
+                with explained(module.parameters()):
+                    written[identity] = _if(keep, form.write(value, key, gatherer))
             state[key] = written[identity]
         if not keep:
             del state[key]

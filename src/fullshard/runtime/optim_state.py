@@ -24,6 +24,7 @@ from fullshard.runtime.collectives import broadcast_from_first, exchange
 from fullshard.runtime.forms import Form, Kind, keeps_values
 from fullshard.runtime.loading import refuse_rows_of_others
 from fullshard.runtime.names import plain_name
+from fullshard.runtime.postmortem import explained
 from fullshard.runtime.whole import Gatherer
 
 StateDict = dict[str, Any]
@@ -54,7 +55,8 @@ def write_optimizer(
         values = saved["state"].get(key)
         if values is None:
             continue
-        written = {kind: _write(value, f"{name}.{kind}", form, gatherer) for kind, value in values.items()}
+        with explained(model.parameters()):
+            written = {kind: _write(value, f"{name}.{kind}", form, gatherer) for kind, value in values.items()}
         if keep:
             state[name] = written
     if not keep:

@@ -15,6 +15,7 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.forms import Form, Kind, keeps_values
 from fullshard.runtime.module import HANDLE
+from fullshard.runtime.postmortem import explained
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.shards import Member
 from fullshard.runtime.unit import Shown, Unit
@@ -65,7 +66,8 @@ def full_parameters(
     units = _units(module, recurse)
     for unit in units:
         _bring_to_rest(unit)
-    lent = _gather(units, form, keeps_values(module, form), with_grads)
+    with explained(module.parameters()):
+        lent = _gather(units, form, keeps_values(module, form), with_grads)
     if not lent:
         yield
         return

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 _SEQUENCES = (tuple, list, deque, UserList, set, frozenset)
@@ -94,6 +95,8 @@ def _open(value: Any) -> list[Any] | None:
         return None
     if isinstance(value, Mapping):
         return list(value.values())
+    if isinstance(value, PackedSequence):
+        return [value.data, value.sorted_indices, value.unsorted_indices]  # its batch sizes stay on the CPU
     if isinstance(value, _SEQUENCES):
         return list(value)
     if _has_fields(value):
@@ -117,6 +120,8 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
     """A container like `value` with other items. Not by its constructor, if that can be: it may compute or refuse."""
     if isinstance(value, Mapping):
         return _rebuild_mapping(value, items)
+    if isinstance(value, PackedSequence):
+        return PackedSequence(items[0], value.batch_sizes, *items[1:])
     if isinstance(value, tuple) and hasattr(value, "_make"):
         made = value._make(items)
         if hasattr(value, "__dict__"):

@@ -14,6 +14,7 @@ from fullshard.core.layout import chunk_rows, row_range
 from fullshard.runtime.collectives import Call, Direct, GatherItem, Transport, command_tag, make_transport, translate
 from fullshard.runtime.device import BufferPool, make_streams
 from fullshard.runtime.dtensors import local_of
+from fullshard.runtime.postmortem import explained
 
 # Beside the commands of a unit, see `unit.py`: the low bits of the tag.
 _WHOLE = 4
@@ -99,7 +100,8 @@ class Gatherer:
 
 def full_tensor(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
     """The whole of one tensor; see `Gatherer.full`."""
-    return Gatherer().full(tensor, name)
+    with explained([tensor]):
+        return Gatherer().full(tensor, name)
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -45,6 +45,11 @@ class Transparent(nn.Module):
         wrapped: Any = self._fsdp_wrapped_module
         return wrapped[key]
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What `torch.distributed.checkpoint.state_dict` asks for: children (values) that are no part of names."""
+        inside: Any = getattr(self.module, "_fqn_modifiers", dict)
+        return {**inside(), "": WRAPPED}
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

@@ -111,7 +111,9 @@ class Exchange:
         # One failed message fails them all: they must not be waited for again, each for a full time limit.
         self._receives.clear()
         self._sends.clear()
-        ranks = [transport.global_ranks[p] for p in sorted(missing)] or "its peers"
+        # After an earlier failure gloo calls everything completed: then all peers are who it waited for.
+        peers = missing or set(range(transport.size)) - {transport.rank}
+        ranks = [transport.global_ranks[p] for p in sorted(peers)]
         where = f"rank {transport.global_ranks[transport.rank]} waited for rank(s) {ranks}"
         return translate(error, self._call, f"{where} (parameter {label!r})", transport.limit.total_seconds())
 
