@@ -21,6 +21,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+# Longest wait for all ranks of a group to connect, however short the limit of the group's own waits is.
+CONNECT_TIMEOUT_SECONDS = 20.0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -186,6 +189,7 @@ def _process_group(call: Call) -> Iterator[None]:
 
 
 def _init_process_group(call: Call) -> None:
+    import torch
     import torch.distributed as dist
 
     try:
@@ -194,10 +198,13 @@ def _init_process_group(call: Call) -> None:
             store=dist.FileStore(call.store_path, call.world_size),
             rank=call.rank,
             world_size=call.world_size,
-            timeout=timedelta(seconds=call.group_timeout_seconds),
+            timeout=timedelta(seconds=max(call.group_timeout_seconds, CONNECT_TIMEOUT_SECONDS)),
         )
         # Gloo returns on one rank while a peer still connects; a function that ends at once would close too early.
         dist.barrier()
+        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(
+            timedelta(seconds=call.group_timeout_seconds)
+        )
     except RuntimeError as error:
         raise _GroupNotMadeError(str(error)) from error
 
