@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-# Longest wait for all ranks of a group to connect, however short the limit of the group's own waits is.
+# All ranks of a group may take several times its own limit to connect, but not longer than this because of that.
 CONNECT_TIMEOUT_SECONDS = 20.0
 
 
@@ -192,19 +192,18 @@ def _init_process_group(call: Call) -> None:
     import torch
     import torch.distributed as dist
 
+    limit_seconds = call.group_timeout_seconds
     try:
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(call.store_path, call.world_size),
             rank=call.rank,
             world_size=call.world_size,
-            timeout=timedelta(seconds=max(call.group_timeout_seconds, CONNECT_TIMEOUT_SECONDS)),
+            timeout=timedelta(seconds=max(limit_seconds, min(5 * limit_seconds, CONNECT_TIMEOUT_SECONDS))),
         )
         # Gloo returns on one rank while a peer still connects; a function that ends at once would close too early.
         dist.barrier()
-        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(
-            timedelta(seconds=call.group_timeout_seconds)
-        )
+        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=limit_seconds))
     except RuntimeError as error:
         raise _GroupNotMadeError(str(error)) from error
 
