@@ -36,12 +36,11 @@ def undo_allocating_step(optimizer: torch.optim.Optimizer) -> None:
     `get_optimizer_state_dict` and `set_optimizer_state_dict` take such a step where there is no state yet. Counted, it
     would make the first real step of Adam too small.
     """
-    if not _is_allocating():
+    if not _is_allocating() or all(REGISTRY.owner(parameter) is None for parameter in optimizer.state):
         return
     with torch.no_grad():
-        for parameter, state in optimizer.state.items():
-            if REGISTRY.owner(parameter) is None:
-                continue
+        # Parameters beside the sharded ones (ignored) too, so that all of an optimizer's first steps are the first.
+        for state in optimizer.state.values():
             for name, value in _BEFORE_FIRST_STEP.items():
                 entry = state.get(name)
                 if isinstance(entry, torch.Tensor):

@@ -9,14 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.errors import MisuseError, StaleOptimizerError
+from fullshard.runtime.dtensors import StridedShard
 from fullshard.runtime.registry import REGISTRY
 
-# Optimizers whose update of one element depends on others of the same parameter in a way that torch does not compute on
-# shards (it raises in the middle of a step, or rounds otherwise than unsharded), and what to do.
-_NEEDS_WHOLE = {
-    torch.optim.Muon: "orthogonalizes whole matrices. Leave these parameters unsharded (ignored_params), or use an "
-    "optimizer that gathers each gradient by grad.full_tensor() and writes back its own rows",
-    torch.optim.Adafactor: "keeps means of whole rows and columns. Use AdamW, or leave these parameters unsharded",
+# Optimizers whose update torch cannot compute on DTensors: it raises in the middle of the first step.
+_NOT_ON_SHARDS = {
+    torch.optim.Adafactor: "takes roots of norms in place, which torch cannot do on sharded tensors. Use AdamW, or "
+    "leave these parameters unsharded (ignored_params)",
     torch.optim.Rprop: "writes by index, which torch cannot do on sharded tensors. Use Adam or SGD",
 }
 _NO_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
@@ -53,21 +52,44 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, parameters: list[torch.Tenso
 
 def _refuse_unsuited(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     kind: Any = type(optimizer)  # exactly: a subclass may have been written for shards
-    if kind in _NEEDS_WHOLE:
-        raise MisuseError(f"torch.optim.{kind.__name__} cannot update sharded parameters: it {_NEEDS_WHOLE[kind]}.")
-    if kind is torch.optim.LBFGS and (uneven := next((p for p in parameters if _is_uneven(p)), None)) is not None:
+    if kind in _NOT_ON_SHARDS:
+        raise MisuseError(f"torch.optim.{kind.__name__} cannot update sharded parameters: it {_NOT_ON_SHARDS[kind]}.")
+    if kind is torch.optim.Muon:
+        small = next((p for p in parameters if p.requires_grad and _has_ranks_without_rows(p)), None)
+        if small is not None:
+            raise MisuseError(
+                "torch.optim.Muon cannot update a sharded matrix with fewer rows than ranks, such as one of shape "
+                f"{tuple(small.shape)}: torch changes the placement of so small a tensor in the middle of its step. "
+                "Give it to AdamW, or leave it unsharded (ignored_params)."
+            )
+    if kind is torch.optim.LBFGS and (uneven := next((p for p in parameters if _cannot_flatten(p)), None)) is not None:
         raise MisuseError(
-            "torch.optim.LBFGS cannot update sharded parameters that do not divide evenly over the ranks, such as one "
-            f"of shape {tuple(uneven.shape)}: it makes one vector of all gradients. Use sizes that divide, or another "
-            "optimizer."
+            "torch.optim.LBFGS cannot update sharded parameters that do not divide evenly over the ranks, or whose "
+            f"sharded dim has size 1, such as one of shape {tuple(uneven.shape)}: it makes one vector of all "
+            "gradients. Use sizes that divide, or another optimizer."
         )
 
 
-def _is_uneven(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    places = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return any(isinstance(place, Shard) and parameter.shape[place.dim] % size for place, size in places)
+def _ranks_by_dim(parameter: torch.Tensor) -> dict[int, int]:
+    """Sharded dim -> how many ranks divide it, over all axes of the mesh. The same on every rank."""
+    ranks: dict[int, int] = {}
+    if isinstance(parameter, DTensor):
+        for place, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            if isinstance(place, Shard | StridedShard):
+                ranks[place.dim] = ranks.get(place.dim, 1) * size
+    return ranks
+
+
+def _has_ranks_without_rows(parameter: torch.Tensor) -> bool:
+    return any(parameter.shape[dim] < ranks for dim, ranks in _ranks_by_dim(parameter).items())
+
+
+def _cannot_flatten(parameter: torch.Tensor) -> bool:
+    # torch takes a dim of size 1 out when it flattens, and refuses if that is the sharded one, also on one rank.
+    return any(
+        parameter.shape[dim] % ranks or (parameter.shape[dim] == 1 and parameter.dim() > 1)
+        for dim, ranks in _ranks_by_dim(parameter).items()
+    )
 
 
 def _refuse_mixed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
