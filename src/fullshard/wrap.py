@@ -3,6 +3,8 @@
 from fullshard.wrapper.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
+    _module_wrap_policy,
+    _or_policy,
     _Policy,
     always_wrap_policy,
     enable_wrap,
@@ -16,6 +18,8 @@ __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
     "_Policy",
+    "_module_wrap_policy",
+    "_or_policy",
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",

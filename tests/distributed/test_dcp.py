@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 from reference import full
 from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -441,3 +442,47 @@ def check_plain_dicts(rank: int, folder: str) -> None:
 def test_state_dicts_go_through_checkpoints_without_the_tools(cluster: Cluster, tmp_path: Path) -> None:
     """Also by `async_save`, which copies before it returns."""
     cluster.run(check_plain_dicts, str(tmp_path))
+
+
+# The older loader of optimizer state, for the class
+
+
+def check_sharded_optimizer_loader(rank: int, folder: str) -> None:
+    def build(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = ours.FullyShardedDataParallel(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1)))
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.full((2, 6), 1.0 + rank)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build(0)
+    step(model, optimizer)
+    tools = ours.FullyShardedDataParallel
+    with tools.state_dict_type(model, ours.StateDictType.SHARDED_STATE_DICT):
+        dcp.save({"model": model.state_dict(), "optim": tools.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
+    other, its_optimizer = build(1)
+    with tools.state_dict_type(other, ours.StateDictType.SHARDED_STATE_DICT), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own function warns of its own types
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        other.load_state_dict(state["model"])
+        reader = dcp.FileSystemReader(folder)
+        loaded = load_sharded_optimizer_state_dict(state["model"], "optim", reader)
+    with tools.state_dict_type(other, ours.StateDictType.SHARDED_STATE_DICT):
+        its_optimizer.load_state_dict(tools.optim_state_dict_to_load(other, its_optimizer, loaded["optim"]))
+        first = loaded["optim"]["state"]["0.weight"]["exp_avg"]
+        loaded["optim"]["state"]["1.weight"]["exp_avg"] = first
+        with pytest.raises(ValueError, match=r"shape \(5, 6\) has rows"):
+            tools.optim_state_dict_to_load(other, its_optimizer, loaded["optim"])
+    step(model, optimizer)
+    step(other, its_optimizer)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(full(mine), full(its))
+
+
+def test_state_from_the_older_sharded_optimizer_loader(cluster: Cluster, tmp_path: Path) -> None:
+    """torch's FSDP1 examples load with `load_sharded_optimizer_state_dict`, which gives ShardedTensors."""
+    cluster.run(check_sharded_optimizer_loader, str(tmp_path), world_size=2)

@@ -62,6 +62,20 @@ def test_size_policy_answers_as_torchs(numel: int) -> None:
     assert {nn.MultiheadAttention} == size_based_auto_wrap_policy.FORCE_LEAF_MODULES
 
 
+def test_policies_of_torch_with_private_names_are_there() -> None:
+    """Training code on the web joins a policy for adapters and one for blocks with `_or_policy`."""
+    from fullshard.wrap import _module_wrap_policy, _or_policy
+
+    blocks = functools.partial(_module_wrap_policy, module_classes={nn.Conv2d})
+    linears = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear))
+    joined = functools.partial(_or_policy, policies=[blocks, linears])
+    theirs = functools.partial(torch_wrap._or_policy, policies=[blocks, linears])
+    for module in (nn.Linear(1, 1), nn.Conv2d(1, 1, 1), nn.ReLU()):
+        for recurse in (True, False):
+            question = {"module": module, "recurse": recurse, "nonwrapped_numel": 0}
+            assert joined(**question) == theirs(**question)
+
+
 def test_size_policy_takes_leaves_and_exclusions() -> None:
     leaf = functools.partial(size_based_auto_wrap_policy, min_num_params=1, force_leaf_modules={nn.Sequential})
     assert not leaf(module=nn.Sequential(), recurse=True, nonwrapped_numel=5)

@@ -7,7 +7,9 @@ from enum import Enum
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.module import HANDLE
@@ -55,6 +57,8 @@ class Form:
 
         A value of another shape than the form asks for is returned as it is; who loads it says what does not fit.
         """
+        if isinstance(value, ShardedTensor):
+            return of_chunks(value, like)
         if isinstance(value, DTensor):
             return value
         shape = local_of(like).shape if self.kind is Kind.LOCAL else like.shape
@@ -64,6 +68,29 @@ class Form:
         own = local_of(like).device
         device = like.device_mesh.device_type if own.type == "meta" else own
         return sharded_like(like, local.to(device, copy=fresh), local.new_empty(0, device=device))
+
+
+def of_chunks(value: ShardedTensor, like: DTensor) -> torch.Tensor:
+    """`value` as a `DTensor` like `like`, without communication.
+
+    torch's `load_sharded_optimizer_state_dict` returns state in this older type, with rows divided over all ranks.
+
+    Raises:
+        ValueError: This rank has other rows of it than of `like`.
+    """
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    shards = value.local_shards()
+    whole = value.metadata().size
+    mine = [(tuple(shard.metadata.shard_sizes), tuple(shard.metadata.shard_offsets)) for shard in shards]
+    expected = [] if 0 in shape else [(tuple(shape), tuple(offset))]
+    if whole != like.shape or mine != expected:
+        raise ValueError(
+            f"a ShardedTensor of shape {tuple(whole)} has rows (sizes, offsets) {mine} on this rank, but the parameter "
+            f"has shape {tuple(like.shape)} and rows {expected}. Save, and load into FSDP.optim_state_dict(model, "
+            "optim), with torch.distributed.checkpoint: it finds rows wherever they are"
+        )
+    local = shards[0].tensor if shards else local_of(like).new_empty(shape, dtype=value.dtype)
+    return sharded_like(like, local, local.new_empty(0))
 
 
 def keeps_values(model: nn.Module, form: Form) -> bool:

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.runtime.collectives import broadcast_from_first, exchange
-from fullshard.runtime.forms import Form, Kind, keeps_values
+from fullshard.runtime.forms import Form, Kind, keeps_values, of_chunks
 from fullshard.runtime.loading import refuse_rows_of_others
 from fullshard.runtime.names import plain_name
 from fullshard.runtime.postmortem import explained
@@ -161,8 +162,13 @@ def _group_of(names: list[str], saved: list[Mapping[str, Any]], number: int) -> 
 def _counters(parameters: dict[int, torch.Tensor], names: dict[int, str], named: Mapping[str, Any]) -> set[str]:
     """Kinds of state that are one number even of a parameter with rows: one number of a 0-d parameter, too."""
     with_rows = (named["state"].get(name, {}) for key, name in names.items() if parameters[key].dim())
-    kinds = (kind for values in with_rows for kind, value in values.items() if getattr(value, "shape", None) == ())
+    kinds = (kind for values in with_rows for kind, value in values.items() if _is_one_number(value))
     return {"step", *kinds}
+
+
+def _is_one_number(value: Any) -> bool:
+    # Asking a ShardedTensor for its shape warns; torch makes them of values with rows only.
+    return not isinstance(value, ShardedTensor) and getattr(value, "shape", None) == ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,8 @@ class _Reader:
         """One value of the state of `parameter`, as the optimizer computes with it."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
+        if isinstance(value, ShardedTensor) and isinstance(parameter, DTensor):
+            value = of_chunks(value, parameter)
         has = self.optimizer.state.get(parameter, {}).get(kind)
         is_plain = kind in self.counters or (isinstance(has, torch.Tensor) and not isinstance(has, DTensor))
         if isinstance(value, DTensor):

@@ -127,6 +127,24 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
+# Two policies that torch calls private, and that public training code imports all the same.
+
+
+def _module_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,  # noqa: ARG001 - of every callable policy
+    module_classes: Collection[type[nn.Module]],
+) -> bool:
+    """`ModuleWrapPolicy` as a function; give the classes with `functools.partial`."""
+    return recurse or isinstance(module, tuple(module_classes))
+
+
+def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapPolicy]) -> bool:
+    """Wrap what any of `policies` wraps; give them, as a list, with `functools.partial`."""
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
