@@ -89,7 +89,9 @@ def of_chunks(value: ShardedTensor, like: DTensor) -> torch.Tensor:
             f"has shape {tuple(like.shape)} and rows {expected}. Save, and load into FSDP.optim_state_dict(model, "
             "optim), with torch.distributed.checkpoint: it finds rows wherever they are"
         )
-    local = shards[0].tensor if shards else local_of(like).new_empty(shape, dtype=value.dtype)
+    local = (
+        shards[0].tensor if shards else local_of(like).new_empty(shape, dtype=value.metadata().tensor_properties.dtype)
+    )
     return sharded_like(like, local, local.new_empty(0))
 
 
