@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import fullshard
 import fullshard.api
@@ -269,6 +270,23 @@ def check_what_is_given(rank: int) -> None:
     for key, values in optimizer.state_dict()["state"].items():
         for kind, value in values.items():
             torch.testing.assert_close(full(value), full(before["state"][key][kind]), rtol=0, atol=0)
+
+
+def check_wrapped_inside_ignored(rank: int) -> None:
+    model = Blocks()
+    model.blocks[0].up = FSDP(model.blocks[0].up)
+    left = model.blocks[0].down.weight
+    model = FSDP(model, ignored_modules=[model.blocks[0]], average_ignored_grads=False)
+    assert model.blocks[0].down.weight is left
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+    model(batch(rank)).square().sum().backward()
+    assert isinstance(model.blocks[0].up.weight.grad, DTensor)
+    with pytest.raises(ValueError, match="cannot be ignored"):
+        FSDP(nn.Sequential(model), ignored_modules=[model])
+
+
+def test_wrapped_modules_inside_an_ignored_one_stay_sharded(cluster: Cluster) -> None:
+    cluster.run(check_wrapped_inside_ignored)
 
 
 def test_ignored_buffers_and_state_without_groups_stay_what_they_are(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.runtime.describe import Slot
+from fullshard.runtime.module import HANDLE
 from fullshard.runtime.registry import REGISTRY
 
 
@@ -66,13 +67,18 @@ def ignored_in(
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states cannot be given together; give ignored_states")
     modules, parameters = _split(ignored_modules, ignored_states)
+    # Wrapped modules inside of an ignored one have their parameters already, and keep them.
+    wrapped = {
+        part for each in modules for inner in each.modules() if HANDLE in inner.__dict__ for part in inner.modules()
+    }
+    inside = {part for each in modules for part in each.modules()} - wrapped
     for each in modules:
-        if any(REGISTRY.owner(parameter) is not None for parameter in each.parameters()):
+        own = [parameter for part in {*each.modules()} - wrapped for parameter in part.parameters(recurse=False)]
+        if each in wrapped or any(REGISTRY.owner(parameter) is not None for parameter in own):
             raise ValueError(
                 f"a {type(each).__name__} cannot be ignored: it holds parameters that are sharded already. Ignore it "
                 "where its own module is wrapped"
             )
-    inside = {part for each in modules for part in each.modules()}
     if module in inside:
         warnings.warn(
             f"the {type(module).__name__} that is wrapped is itself ignored, so none of its parameters is sharded",
