@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from reference import full
 from stack import Stack, batch, make_stack
 from torch import nn
@@ -61,7 +62,18 @@ def check_arguments(rank: int) -> None:
         fully_shard(linear, shard_placement_fn=lambda _: 1)  # type: ignore[call-overload, return-value]
     with pytest.raises(ValueError, match="the dim must be from 0 to 1"):
         fully_shard(linear, shard_placement_fn=lambda _: Shard(5))
+    for wrong in ({"weight"}, {linear}, linear.weight, "weight", 3):
+        with pytest.raises(TypeError, match="ignored_params must"):
+            fully_shard(linear, ignored_params=wrong)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="holds a module twice"):
+        fully_shard([linear, linear])
+    with pytest.raises(TypeError, match="shard_placement_fn must be callable, got int"):
+        fully_shard(linear, shard_placement_fn=1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="average_ignored_grads must be a bool or None, got 'no'"):
+        fully_shard(linear, average_ignored_grads="no")  # type: ignore[call-overload]
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    with pytest.raises(TypeError, match="must be a DataParallelMeshDims, got str"):
+        fully_shard(linear, mesh=mesh, dp_mesh_dims="dp")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"1-D \(shard\) or 2-D .*got 3 dims"):
         fully_shard(linear, mesh=mesh)
     with pytest.raises(ValueError, match="is complex"):
@@ -112,6 +124,32 @@ def check_twice(rank: int) -> None:
 def test_module_sharded_twice(cluster: Cluster) -> None:
     """B87."""
     cluster.run(check_twice)
+
+
+def check_two_roots(rank: int) -> None:
+    trunk = fully_shard(nn.Linear(4, 4))
+    first, second = (fully_shard(nn.Sequential(nn.Linear(4, 4), trunk)) for _ in range(2))
+    first(torch.ones(2, 4)).sum().backward()
+    second(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(MisuseError, match=r"unit '1' is also in a model with another root, which ran after this one"):
+        first(torch.ones(2, 4))
+    second(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_unit_that_two_roots_share_runs_under_the_latest_one_only(cluster: Cluster) -> None:
+    cluster.run(check_two_roots)
+
+
+def check_torch_inside(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch_fsdp.fully_shard(model[0])
+    with pytest.raises(MisuseError, match=r"module '0' is sharded by torch.distributed.fsdp already"):
+        fully_shard(model)
+    assert type(model[1].weight) is nn.Parameter
+
+
+def test_a_model_that_torchs_fsdp_has_sharded_is_refused(cluster: Cluster) -> None:
+    cluster.run(check_torch_inside)
 
 
 def check_stale_optimizer(rank: int) -> None:

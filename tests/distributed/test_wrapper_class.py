@@ -293,6 +293,44 @@ def test_ignored_buffers_and_state_without_groups_stay_what_they_are(cluster: Cl
     cluster.run(check_what_is_given)
 
 
+def check_no_sync_around_fully_shard(rank: int) -> None:
+    """A unit made by `fully_shard` inside of the class, and a setting of the user that no_sync must give back."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    reference = copy.deepcopy(inner)
+    fullshard.fully_shard(inner[0])
+    model = FSDP(inner)
+    inner[0].set_requires_all_reduce(False)
+    before = [part.__dict__["_fullshard"].unit.policy for part in (model, inner[0])]
+    with model.no_sync():
+        model(batch(rank)).square().sum().backward()
+    assert [part.__dict__["_fullshard"].unit.policy for part in (model, inner[0])] == before
+    model(batch(10 + rank)).square().sum().backward()
+    for seed in (0, 1, 10, 11):
+        (reference(batch(seed)).square().sum() / 2).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), reference.get_parameter(name).grad)
+
+
+def test_no_sync_ends_for_units_of_fully_shard_too(cluster: Cluster) -> None:
+    cluster.run(check_no_sync_around_fully_shard)
+
+
+def check_load_while_running(rank: int) -> None:
+    model = blocks()
+    state = model.state_dict()
+    handle = model.blocks[1].module.register_forward_hook(lambda *_: model.load_state_dict(state) and None)
+    with pytest.raises(MisuseError, match=r"load_state_dict of unit .* was called while its forward runs"):
+        model(batch(rank))
+    handle.remove()
+    model(batch(rank)).sum().backward()
+    with pytest.raises(ValueError, match="max_norm must be at least 0, got nan"):
+        model.clip_grad_norm_(float("nan"))
+
+
+def test_loading_while_the_model_runs_is_refused(cluster: Cluster) -> None:
+    cluster.run(check_load_while_running)
+
+
 def check_apply(rank: int) -> None:
     model = blocks()
     seen: list[torch.Size] = []
@@ -369,6 +407,8 @@ def check_misuse(rank: int) -> None:
             {"process_group": dist.group.WORLD, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
         ),
         (ValueError, "names an accelerator", {"device_id": 0}),
+        (TypeError, "device_mesh must be a DeviceMesh or None, got str", {"device_mesh": "cpu"}),
+        (TypeError, "process_group must be a ProcessGroup, a pair of them or None, got 0", {"process_group": 0}),
         (TypeError, "must be an iterable", {"ignored_modules": 3}),
         (
             ValueError,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,6 +76,11 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         AlreadyShardedError: The module was sharded before.
     """
     modules = _validate_modules(module)
+    ignored = _validate_ignored(ignored_params)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn must be callable, got {type(shard_placement_fn).__name__}")
+    if not isinstance(average_ignored_grads, bool | None):
+        raise TypeError(f"average_ignored_grads must be a bool or None, got {average_ignored_grads!r}")
     precision = MixedPrecisionPolicy.accept(mp_policy)
     policy = None
     if sharding_strategy is not None:
@@ -82,7 +88,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     place = make_place(mesh, transport, reshard_after_forward, dp_mesh_dims)
     OffloadPolicy.check(offload_policy, place.device)
     policy = policy or UnitPolicy(after_forward(reshard_after_forward, place.world.size))
-    unit = build_unit(modules, place, precision, policy, (shard_placement_fn, set(ignored_params or ())))
+    unit = build_unit(modules, place, precision, policy, (shard_placement_fn, ignored))
     unit.wishes.average_ignored = average_ignored_grads
     attach(modules, unit, call_site(depth=2))
     for each in modules:
@@ -113,6 +119,19 @@ def _by_strategy(
     return made, RULES[strategy].policy
 
 
+def _validate_ignored(ignored: object) -> set[nn.Parameter]:
+    """Names or modules would be taken for parameters that are not in the model, and all of it would be sharded."""
+    if ignored is None:
+        return set()
+    if isinstance(ignored, torch.Tensor | str) or not isinstance(ignored, Iterable):
+        raise TypeError(f"ignored_params must be a set of parameters, got {type(ignored).__name__}")
+    parameters = set(ignored)
+    wrong = sorted({type(each).__name__ for each in parameters if not isinstance(each, torch.Tensor)})
+    if wrong:
+        raise TypeError(f"ignored_params must hold parameters only, got {wrong}; of a module pass its parameters()")
+    return parameters
+
+
 def _validate_modules(module: object) -> list[nn.Module]:
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     if not modules:
@@ -130,6 +149,8 @@ def _validate_modules(module: object) -> list[nn.Module]:
                 f"fully_shard cannot wrap a {type(each).__name__}: it has no forward, so it would never be gathered. "
                 "Call it on each of its modules."
             )
+    if len({id(each) for each in modules}) < len(modules):
+        raise ValueError("fully_shard got a list that holds a module twice; list each once")
     for each in modules:
         if any(other is not each and each in other.modules() for other in modules):
             raise ValueError("fully_shard got a list in which one module contains another; list only the outer one")

@@ -42,6 +42,7 @@ def build_unit(
         select: The user's `shard_placement_fn` and `ignored_params`.
     """
     placement_fn, ignored = select
+    _refuse_torch_fsdp(modules)
     found = find_parameters(modules, ignored, placement_fn, place)
     _claim_tied(found, modules)
     _move_buffers(modules, place.device)
@@ -53,6 +54,17 @@ def build_unit(
         member.origin = Origin.of(own_part(item.parameter), member.sharded)
     _let_reset_see_full(modules, found)
     return unit
+
+
+def _refuse_torch_fsdp(modules: list[nn.Module]) -> None:
+    """What torch's FSDP has sharded looks like small parameters, or like tensor-parallel ones."""
+    for root in modules:
+        for name, module in root.named_modules():
+            if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
+                raise MisuseError(
+                    f"module {name or '(root)'!r} is sharded by torch.distributed.fsdp already; shard one model by one "
+                    "of the two: change its import to fullshard"
+                )
 
 
 def _claim_tied(found: list[Found], modules: list[nn.Module]) -> None:
@@ -166,6 +178,7 @@ def _take_over(unit: Unit) -> None:
             "run the outermost sharded module first"
         )
     engine.abort()
+    engine.retire(unit)
     unit.engine = None
 
 

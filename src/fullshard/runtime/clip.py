@@ -42,11 +42,11 @@ def clip_grad_norm_(
         The norm before clipping: 0-d tensor, float32 (float64 if any gradient is float64), on the gradients' device.
 
     Raises:
-        ValueError: `max_norm` is negative or `norm_type` is not positive.
+        ValueError: `max_norm` is negative or NaN, or `norm_type` is not positive.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if max_norm < 0:
+    if not max_norm >= 0:  # NaN would make every gradient NaN
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive (2.0, or float('inf') for the largest value), got {norm_type}")

@@ -70,7 +70,7 @@ class Engine:
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self.ignored: IgnoredGradients | None = None
         self._check: OrderCheck | None = None
-        self._broken: CommunicationError | None = None
+        self._broken: CommunicationError | MisuseError | None = None
         # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
         self._backward: weakref.ref[Any] | None = None
         self._linker = _Linker(self.pool, units[0].wishes.streams or make_streams(device))
@@ -140,6 +140,8 @@ class Engine:
     def on(self, event: Event) -> None:
         """Answer one event: decide, then act."""
         if self._broken is not None and event.kind not in (EventKind.ABORT, EventKind.FORWARD_FAILED):
+            if isinstance(self._broken, MisuseError):
+                raise MisuseError(str(self._broken))
             raise MisuseError(
                 f"communication failed earlier ({str(self._broken).splitlines()[0]}); the process group cannot be used "
                 "any more, restart the job from its last checkpoint"
@@ -181,6 +183,14 @@ class Engine:
             act(unit)
         else:
             self.watch(unit, act)
+
+    def retire(self, unit: Unit) -> None:
+        """`unit` goes to the engine of another root: no more events from units that stay behind, if there are any."""
+        self._broken = MisuseError(
+            f"unit {unit.name or '(root)'!r} is also in a model with another root, which ran after this one, and a "
+            "unit can run under one root only. Make both models submodules of one module, shard that one last, and run them "
+            "in its forward"
+        )
 
     def before_forward(self) -> None:
         """Bring the engine to a state from which a forward may begin, whatever happened before."""

@@ -251,12 +251,7 @@ class UnitHooks:
         """A state dict holds sharded parameters, whatever came before. Nothing is freed: one rank may do this alone."""
         if self.engine is not None:
             self.engine.recover()
-            if self.engine.scheduler.states[self._unit.index].in_use:
-                raise MisuseError(
-                    f"state_dict of unit {self._unit.name or '(root)'!r} was called while its "
-                    f"{self.engine.scheduler.states[self._unit.index].value} runs: the values would be gone when that "
-                    "has ended. Call it between steps"
-                )
+            self._require_rest("state_dict", "the values would be gone when that has ended")
         self._show_sharded()
 
     def post_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -269,12 +264,22 @@ class UnitHooks:
         show_compiled(module, state, prefix)
         if self.engine is not None:
             self.engine.recover()
+            self._require_rest("load_state_dict", "it computes with the values that are there now")
             self.engine.written.add(self._unit.index)
         self._show_sharded()
 
     def post_load(self, module: nn.Module, _incompatible: Any) -> None:
         """Parameters that were assigned, not written into, are taken over."""
         self._unit.reflatten()
+
+    def _require_rest(self, method: str, why: str) -> None:
+        assert self.engine is not None
+        state = self.engine.scheduler.states[self._unit.index]
+        if state.in_use:
+            raise MisuseError(
+                f"{method} of unit {self._unit.name or '(root)'!r} was called while its {state.value} runs: {why}. "
+                "Call it between steps"
+            )
 
     def _show_sharded(self) -> None:
         engine = self.engine

@@ -244,6 +244,8 @@ def mesh_of(info: object, name: str) -> DeviceMesh:
 def _spmd(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Spmd:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if not hasattr(dims, "shard_names"):  # torch's class of the same name is as good
+        raise TypeError(f"dp_mesh_dims must be a DataParallelMeshDims, got {type(dims).__name__}")
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError("with dp_mesh_dims the mesh needs names for its dims: init_device_mesh(..., mesh_dim_names=)")

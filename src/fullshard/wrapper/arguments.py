@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,6 +43,11 @@ class Arguments:
         self._set("mixed_precision", alike("mixed_precision", MixedPrecision, self.mixed_precision))
         if isinstance(self.device_id, str):
             self._set("device_id", torch.device(self.device_id))
+        if not isinstance(self.device_mesh, DeviceMesh | None):
+            raise TypeError(f"device_mesh must be a DeviceMesh or None, got {type(self.device_mesh).__name__}")
+        pair = self.process_group if isinstance(self.process_group, tuple) else (self.process_group,)
+        if not all(isinstance(each, dist.ProcessGroup | None) for each in pair):
+            raise TypeError(f"process_group must be a ProcessGroup, a pair of them or None, got {self.process_group!r}")
         prefetch: Any = self.backward_prefetch
         if prefetch is not None and getattr(prefetch, "name", None) not in BackwardPrefetch.__members__:
             raise TypeError(f"backward_prefetch must be a BackwardPrefetch or None, got {prefetch!r}")

@@ -244,7 +244,7 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates, MadeWith):
             MisuseError: This is not the outermost wrapper, or it is running.
         """
         self._require_root("no_sync")
-        inner = self.fsdp_modules(self)
+        inner = [each for each in self.modules() if isinstance(each, FSDPModule)]  # also those of `fully_shard`
         before = [unit_of(each).policy for each in inner]
         self.set_requires_gradient_sync(False)
         for each, policy in zip(inner, before, strict=True):
@@ -254,8 +254,12 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates, MadeWith):
             yield
         finally:
             for each, policy in zip(inner, before, strict=True):
-                each.set_requires_gradient_sync(policy.sync_gradients, recurse=False)
-                each.set_reshard_after_backward(not policy.keep_after_backward, recurse=False)
+                each._change(
+                    False,
+                    sync_gradients=policy.sync_gradients,
+                    sync_replicas=policy.sync_replicas,
+                    keep_after_backward=policy.keep_after_backward,
+                )
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
