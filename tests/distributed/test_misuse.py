@@ -32,6 +32,22 @@ from models import by_name, run_case
 # Arguments
 
 
+def check_more_arguments(linear: nn.Linear) -> None:
+    """What would otherwise be taken for something else: names for parameters, any object for True."""
+    for wrong in ({"weight"}, {linear}, linear.weight, "weight", 3):
+        with pytest.raises(TypeError, match="ignored_params must"):
+            fully_shard(linear, ignored_params=wrong)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="holds a module twice"):
+        fully_shard([linear, linear])
+    with pytest.raises(TypeError, match="shard_placement_fn must be callable, got int"):
+        fully_shard(linear, shard_placement_fn=1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="average_ignored_grads must be a bool or None, got 'no'"):
+        fully_shard(linear, average_ignored_grads="no")  # type: ignore[call-overload]
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    with pytest.raises(TypeError, match="must be a DataParallelMeshDims, got str"):
+        fully_shard(linear, mesh=mesh, dp_mesh_dims="dp")  # type: ignore[call-overload]
+
+
 def check_arguments(rank: int) -> None:
     linear = nn.Linear(4, 4)
     with pytest.raises(TypeError, match=r"takes an nn.Module or a list of them, got int"):
@@ -62,22 +78,12 @@ def check_arguments(rank: int) -> None:
         fully_shard(linear, shard_placement_fn=lambda _: 1)  # type: ignore[call-overload, return-value]
     with pytest.raises(ValueError, match="the dim must be from 0 to 1"):
         fully_shard(linear, shard_placement_fn=lambda _: Shard(5))
-    for wrong in ({"weight"}, {linear}, linear.weight, "weight", 3):
-        with pytest.raises(TypeError, match="ignored_params must"):
-            fully_shard(linear, ignored_params=wrong)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="holds a module twice"):
-        fully_shard([linear, linear])
-    with pytest.raises(TypeError, match="shard_placement_fn must be callable, got int"):
-        fully_shard(linear, shard_placement_fn=1)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="average_ignored_grads must be a bool or None, got 'no'"):
-        fully_shard(linear, average_ignored_grads="no")  # type: ignore[call-overload]
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
-    with pytest.raises(TypeError, match="must be a DataParallelMeshDims, got str"):
-        fully_shard(linear, mesh=mesh, dp_mesh_dims="dp")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"1-D \(shard\) or 2-D .*got 3 dims"):
         fully_shard(linear, mesh=mesh)
     with pytest.raises(ValueError, match="is complex"):
         fully_shard(nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
+    check_more_arguments(linear)
     assert type(linear) is nn.Linear, "a refused module must stay as it was"
     assert type(linear.weight) is nn.Parameter
     dist.barrier()  # a rank that left now would break the group that another one is still making

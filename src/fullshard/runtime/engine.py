@@ -188,8 +188,8 @@ class Engine:
         """`unit` goes to the engine of another root: no more events from units that stay behind, if there are any."""
         self._broken = MisuseError(
             f"unit {unit.name or '(root)'!r} is also in a model with another root, which ran after this one, and a "
-            "unit can run under one root only. Make both models submodules of one module, shard that one last, and run them "
-            "in its forward"
+            "unit can run under one root only. Make both models submodules of one module, shard that one last, and run "
+            "them in its forward"
         )
 
     def before_forward(self) -> None:
