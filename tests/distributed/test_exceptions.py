@@ -11,6 +11,7 @@ from stack import Explosive, batch, make_stack
 from torch import nn
 
 from cluster import Cluster
+from fullshard.errors import StaleOptimizerError
 
 # B41, B42: exceptions
 
@@ -113,6 +114,20 @@ def check_interrupt(rank: int) -> None:
             assert_at_rest(m)
     for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
         assert torch.equal(full(ours.detach()), full(theirs.detach()))
+    handle = model.blocks[1].register_forward_pre_hook(interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        model(batch(rank))
+    handle.remove()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)  # of what the forward has left in the modules
+    model(batch(rank)).sum().backward()
+    with pytest.raises(StaleOptimizerError, match=r"after Ctrl-C in one.*call reset_iter_state\(\)"):
+        late.step()
+    with contextlib.suppress(KeyboardInterrupt):
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        model(batch(rank))
+    handle.remove()
+    model.reset_iter_state()
+    assert_at_rest(model)
 
 
 def test_keyboard_interrupt_in_forward_leaves_nothing_stale(cluster: Cluster) -> None:

@@ -48,6 +48,13 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, parameters: list[torch.Tenso
                 f"{found[1]!r}, which the model no longer uses, so training would change nothing. "
                 "Build the optimizer after sharding, from model.parameters()."
             )
+    shown = {id(full) for unit in list(REGISTRY.hooks) for flow in unit.flows for full in flow.buffers.full}
+    if any(id(parameter) in shown for parameter in parameters):
+        raise StaleOptimizerError(
+            f"this {type(optimizer).__name__} was built while a forward or backward ran, or after Ctrl-C in one: it "
+            "holds full parameters that are there for the computation only, so training would change nothing. Build it "
+            "between steps; after Ctrl-C, call reset_iter_state() of the model before"
+        )
 
 
 def _refuse_unsuited(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
