@@ -272,6 +272,22 @@ def check_what_is_given(rank: int) -> None:
             torch.testing.assert_close(full(value), full(before["state"][key][kind]), rtol=0, atol=0)
 
 
+def check_replaced_before_summon(rank: int, ran: bool) -> None:
+    model = blocks()
+    if ran:
+        model(batch(rank))
+    layer = model.blocks[0].up
+    layer.weight = nn.Parameter(torch.full_like(layer.weight, 2.0))
+    with FSDP.summon_full_params(model):
+        assert torch.equal(layer.weight, torch.full((6, 4), 2.0))
+    assert torch.equal(full(layer.weight), torch.full((6, 4), 2.0))
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_summon_shows_parameters_that_replaced_others(cluster: Cluster, ran: bool) -> None:
+    cluster.run(check_replaced_before_summon, ran)
+
+
 def check_wrapped_inside_ignored(rank: int) -> None:
     model = Blocks()
     model.blocks[0].up = FSDP(model.blocks[0].up)

@@ -91,6 +91,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 def _bring_to_rest(unit: Unit) -> None:
     engine = unit.engine
     if engine is None:
+        unit.reflatten()
         return
     engine.recover()
     if engine.in_backward or engine.scheduler.in_use():
@@ -98,7 +99,13 @@ def _bring_to_rest(unit: Unit) -> None:
             f"full parameters of unit {unit.name or '(root)'!r} cannot be shown while a forward or backward runs: "
             "enter the context between steps"
         )
+    # As before a forward: what the user put in place of parameters is what they are.
+    touched = unit.was_touched
+    if touched:
+        unit.adopt()
     engine.on(Event(EventKind.RESHARD, unit.index))
+    if touched:
+        unit.rebuild()
 
 
 def _gather(units: list[Unit], form: Form, keep: bool, with_grads: bool) -> list[list[nn.Parameter]]:
