@@ -122,7 +122,7 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
     engine = unit.engine
     if engine is not None:
         if engine.unproven and unit.index == 0:
-            _check_initialized(module, engine.units)
+            _check_initialized(module, engine.units, set())
             engine.unproven = False
         return engine
     units, names = _units_in(module, attribute)
@@ -131,8 +131,8 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
             _take_over(other)
         other.reflatten()
     handles = [handle for part in module.modules() if (handle := part.__dict__.get(attribute)) is not None]
-    _check_same_everywhere(units, names)
-    _check_initialized(module, units)
+    unfilled = _check_same_everywhere(units, names)
+    _check_initialized(module, units, unfilled)
     engine = Engine(units, names)
     for each in reversed(units):  # what was set on the outermost module counts
         engine.set_schedule(**each.wishes.schedule)
@@ -182,12 +182,13 @@ def _take_over(unit: Unit) -> None:
     unit.engine = None
 
 
-def _check_initialized(root: nn.Module, units: list[Unit]) -> None:
+def _check_initialized(root: nn.Module, units: list[Unit], elsewhere: set[int]) -> None:
+    """Refuse parameters and buffers without values; `elsewhere` are identities of members that have none on a rank."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     members = [member for unit in units for member in unit.members]
     labels = {id(member): names.get(id(member.sharded), member.spec.name) for member in members}
     meta = [labels[id(member)] for member in members if member.sharded.is_meta]
-    unfilled = [labels[id(member)] for member in members if _is_unfilled(member)]
+    unfilled = [labels[id(member)] for member in members if id(member) in elsewhere or _is_unfilled(member)]
     buffers = [
         name
         for name, buffer in root.named_buffers()
@@ -202,7 +203,7 @@ def _check_initialized(root: nn.Module, units: list[Unit]) -> None:
         what = f"parameters {_some(unfilled)}" if unfilled else f"buffers {_some(buffers)}"
         raise UninitializedError(
             f"{what} were materialized (from the meta device, or by to_empty) and never given values; "
-            "initialize them (a module's reset_parameters must set its buffers too), or load a state dict. "
+            "initialize them on every rank (a module's reset_parameters must set its buffers too), or load a state dict. "
             "Non-persistent buffers are in no state dict: compute them again"
         )
 
@@ -219,14 +220,21 @@ def _some(names: list[str]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
+# What a rank knows about its members beside what must be equal: their origins, and names of those without values.
+_Remark = tuple[dict[str, int | None], set[str]]
+
+
+def _check_same_everywhere(units: list[Unit], names: list[str]) -> set[int]:
     """Ranks that will exchange rows must agree on what they exchange; otherwise they would hang, or mix rows up.
 
     One exchange a process group, whatever the number of units: a rank with more of them takes part as often as others.
+
+    Returns:
+        Identities of members without values on any rank: a rank that has no rows of a parameter cannot tell by itself.
     """
     lines: dict[tuple[int, ...], list[str]] = {}
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    origins: dict[tuple[int, ...], dict[str, int | None]] = {}
+    known: dict[tuple[int, ...], _Remark] = {}
     for unit, name in zip(units, names, strict=True):
         # A unit without parameters takes part as well; parameters on other ranks than the rest are compared there.
         for place in dict.fromkeys((unit.place, *(flow.place for flow in unit.flows))):
@@ -235,19 +243,23 @@ def _check_same_everywhere(units: list[Unit], names: list[str]) -> None:
                     key = tuple(dist.get_process_group_ranks(group))
                     groups.setdefault(key, group)
                     lines.setdefault(key, []).extend(_describe(unit, name or "(root)", place, same_values))
-                    origins.setdefault(key, {}).update(_origins(unit, name, place))
-    remarks = {key: check_agreement(lines[key], group, origins[key]) for key, group in groups.items()}
+                    origins, unfilled = known.setdefault(key, ({}, set()))
+                    members = {_full_name(name, m): m for m in unit.members if m.place == place}
+                    origins.update(
+                        (n, m.origin.checksum_if_untouched(m.sharded)) for n, m in members.items() if m.origin
+                    )
+                    unfilled.update(n for n, m in members.items() if _is_unfilled(m))
+    remarks = {key: check_agreement(lines[key], group, known[key]) for key, group in groups.items()}
     for key, remark in remarks.items():
-        warn_of_other_origins(list(key), remark)
-
-
-def _origins(unit: Unit, name: str, place: Place) -> dict[str, int | None]:
-    """By qualified name, a checksum of what a parameter was built with, if it still is that."""
+        warn_of_other_origins(list(key), [origins for origins, _ in remark])
+    empty = {name for remark in remarks.values() for _, unfilled in remark for name in unfilled}
     return {
-        f"{name}.{member.spec.name}".removeprefix("."): member.origin.checksum_if_untouched(member.sharded)
-        for member in unit.members
-        if member.place == place and member.origin is not None
+        id(m) for unit, name in zip(units, names, strict=True) for m in unit.members if _full_name(name, m) in empty
     }
+
+
+def _full_name(unit: str, member: Member) -> str:
+    return f"{unit}.{member.spec.name}".removeprefix(".")
 
 
 def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[str]:
@@ -277,6 +289,8 @@ def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[st
 def _line(unit: str, member: Member, unfilled: bool, checksum: int | None) -> str:
     spec = member.spec
     state = "trainable" if member.sharded.requires_grad else "frozen"
-    values = ", without values" if unfilled else f", values with checksum {checksum}" if checksum is not None else ""
+    # Values are compared only where all ranks of the group have the same rows.
+    values = "" if checksum is None else ", without values" if unfilled else f", values with checksum {checksum}"
+    values = ", on the meta device" if member.sharded.is_meta else values
     where = f"parameter {spec.name!r} of unit {unit!r}, shape {spec.shape}"
     return f"{where}, {spec.dtype}, {state}, dim {spec.shard_dim}{values}"

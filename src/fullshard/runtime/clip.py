@@ -39,7 +39,8 @@ def clip_grad_norm_(
         foreach: Accepted and not used.
 
     Returns:
-        The norm before clipping: 0-d tensor, float32 (float64 if any gradient is float64), on the gradients' device.
+        The norm before clipping: 0-d tensor, float32 (float64 if any trainable parameter is float64), on the device of
+        the gradients.
 
     Raises:
         ValueError: `max_norm` is negative or NaN, or `norm_type` is not positive.
@@ -54,16 +55,16 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     wanted = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
     flows, plain = _owners(wanted)
-    pieces = [piece for flow in flows for piece in _pieces(flow, wanted)]
+    found = [(flow, _pieces(flow, wanted)) for flow in flows]
     with explained(wanted.values()):
-        total = _total_norm(flows, wanted, plain, norm_type)
+        total = _total_norm(found, wanted, plain, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
             "look for the first loss that is not finite, or skip this step"
         )
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for piece in [*pieces, *plain]:
+    for piece in [*(piece for _, pieces in found for piece in pieces), *plain]:
         # A DTensor that no unit owns, of a mesh of its own, is scaled on its local part.
         local = local_of(piece) if isinstance(piece, DTensor) else piece
         local.mul_(coefficient.to(piece.dtype))
@@ -99,43 +100,46 @@ _Sums = dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]
 
 
 def _total_norm(
-    flows: list[GradientFlow], wanted: Container[int], plain: list[torch.Tensor], norm_type: float
+    found: list[tuple[GradientFlow, list[torch.Tensor]]],
+    wanted: dict[int, torch.Tensor],
+    plain: list[torch.Tensor],
+    norm_type: float,
 ) -> torch.Tensor:
     """The global norm, 0-d. Each mesh's axes add up their own parts of parameters; replicas hold equal sums."""
-    dtype = _norm_dtype([*plain, *(piece for flow in flows for piece in _pieces(flow, wanted))])
-    device = flows[0].place.device if flows else next((g.device for g in plain), torch.device("cpu"))
+    # Of the parameters: of which there are gradients may differ between ranks, and they sum in one dtype.
+    is_wide = any(p.dtype == torch.float64 and p.requires_grad for p in wanted.values())
+    dtype = torch.float64 if is_wide else torch.float32
+    device = found[0][0].place.device if found else next((g.device for g in plain), torch.device("cpu"))
     sums: _Sums = {}
-    for flow in flows:
-        for groups, gradients in _parts(flow, wanted):
+    for flow, pieces in found:
+        for groups, gradients in _parts(flow, pieces, wanted):
             powers = [_power(gradient, norm_type, dtype) for gradient in gradients]
             sums.setdefault(tuple(id(group) for group in groups), (groups, []))[1].extend(powers)
     total = _combine((_power(gradient, norm_type, dtype) for gradient in plain), norm_type, dtype, device)
     for groups, powers in sums.values():
         part = _combine(powers, norm_type, dtype, device)
         for group in groups:
-            sum_scalars(part, group, largest=norm_type == inf)
+            sum_scalars(part, group, "sum of norms", largest=norm_type == inf)
         total = torch.maximum(total, part) if norm_type == inf else total + part
     return total if norm_type == inf else total ** (1.0 / norm_type)
 
 
-def _parts(flow: GradientFlow, wanted: Container[int]) -> Iterator[tuple[list[dist.ProcessGroup], list[torch.Tensor]]]:
-    """Local gradients of one flow, with the groups on whose ranks the other parts of their parameters are.
+def _parts(
+    flow: GradientFlow, pieces: list[torch.Tensor], wanted: Container[int]
+) -> Iterator[tuple[list[dist.ProcessGroup], list[torch.Tensor]]]:
+    """Local gradients of one flow (its `pieces`, or one by one) and the groups on whose ranks the other parts are.
 
     Every group of the flow comes, with or without gradients here, so that all ranks sum the same.
     """
     group, dresses = flow.place.shard_group, flow.buffers.dresses
     if not flow.buffers.dressed and not any(spec.replicated for spec in flow.buffers.specs):
-        yield [group], _pieces(flow, wanted)
+        yield [group], pieces
         return
     for parameter, spec, dress in zip(flow.sharded, flow.buffers.specs, dresses, strict=True):
         # What every rank of the shard axis holds whole, the first one counts.
         counted_here = id(parameter) in wanted and (not spec.replicated or flow.buffers.world.rank == 0)
         gradients = [local_of(parameter.grad)] if parameter.grad is not None and counted_here else []
         yield [group, *dress.sharding_groups()], gradients
-
-
-def _norm_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _power(tensor: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:

@@ -64,7 +64,9 @@ def deepcopy_module(module: nn.Module, units: Sequence[Unit], memo: dict[int, An
         if unit.engine is None:
             unit.reflatten()
         else:
-            unit.engine.before_root_forward()
+            unit.engine.recover()
+            if not unit.engine.in_backward and not unit.engine.scheduler.in_use():
+                unit.engine.adopt_changes()
         copy_parameters(unit, memo)
     made: nn.Module = object.__new__(type(module))
     memo[id(module)] = made

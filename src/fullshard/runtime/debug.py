@@ -57,7 +57,8 @@ class OrderCheck:
         """
         self._number = self._number + 1 if self._step == self._story.step else 1
         self._step = self._story.step
-        what: list[object] = [self._story.describe(command)[-160:], _wire_bytes(command.op, unit)]
+        words = self._story.describe(command).encode("ascii", "replace").decode()  # one byte a letter: it must fit
+        what: list[object] = [words[-160:], _wire_bytes(command.op, unit)]
         for group in _groups_of(command.op, unit):
             self._compare_over(group, [*what, self._number, self._step], unit)
 

@@ -105,19 +105,6 @@ class Dress:
             gradient = local_of(gradient)
         return finished(gradient)
 
-    def part_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of the global shape that this rank's data-parallel group divides, a view of it."""
-        if self.outer is None:
-            return full
-        coordinate = self.outer.mesh.get_coordinate()
-        assert coordinate is not None
-        for axis, placement in enumerate(self.outer.placements):
-            if isinstance(placement, Shard) and axis not in self.outer.unreduced:
-                pieces = full.chunk(self.outer.mesh.size(axis), placement.dim)
-                index = coordinate[axis]
-                full = pieces[index] if index < len(pieces) else full.narrow(placement.dim, 0, 0)
-        return full
-
     def sharding_groups(self) -> Iterable[torch.distributed.ProcessGroup]:
         """Groups beside the data-parallel ones whose ranks hold different parts of the parameter."""
         if self.outer is None:

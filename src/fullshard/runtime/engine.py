@@ -201,7 +201,7 @@ class Engine:
             self.on(Event(EventKind.CHANGED, units=as_before))
 
     def before_root_forward(self) -> None:
-        """Take over parameters that the user moved, cast or replaced in modules below the sharded ones."""
+        """The root's forward, the first of a step or a nested one, is about to begin."""
         wishes = self.units[0].wishes
         if wishes.post_optim_event is not None:
             # Side streams begin after the current one, so this orders gathers too.
@@ -209,11 +209,15 @@ class Engine:
             wishes.post_optim_event = None
         if not self.in_backward and not self.scheduler.in_use():
             self.story.begin_step()
-            for unit in self.units:
-                if unit.was_touched:
-                    unit.adopt()  # first: resharding registers the sharded parameters again
-                    self.on(Event(EventKind.RESHARD, unit.index))
-                    unit.rebuild()
+            self.adopt_changes()
+
+    def adopt_changes(self) -> None:
+        """Take over parameters that the user moved, cast or replaced in modules below the sharded ones; at rest."""
+        for unit in self.units:
+            if unit.was_touched:
+                unit.adopt()  # first: resharding registers the sharded parameters again
+                self.on(Event(EventKind.RESHARD, unit.index))
+                unit.rebuild()
 
     def recover(self) -> None:
         """If a backward died, bring every unit back to rest."""
@@ -242,7 +246,11 @@ class Engine:
         )
         self.on(Event(EventKind.END_BACKWARD, units=units, last=self.units[0].wishes.is_last_backward))
         if self.ignored is not None and self.units[0].policy.sync_gradients:
-            self.ignored.average()
+            try:
+                self.ignored.average()
+            except CommunicationError as error:
+                self._note_failure(error, iter(()))
+                raise
 
     def forget_held(self, unit: Unit) -> None:
         """Drop the gradients of `unit` that are not in `.grad` yet: held, or reduced over a part of the ranks."""

@@ -11,9 +11,9 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fullshard.runtime.dtensors import local_of, sharded_like
+from fullshard.runtime.dtensors import local_of, part_of_full, sharded_like
 from fullshard.runtime.module import HANDLE
-from fullshard.runtime.whole import Gatherer, local_part
+from fullshard.runtime.whole import Gatherer
 
 
 class Kind(Enum):
@@ -64,7 +64,7 @@ class Form:
         shape = local_of(like).shape if self.kind is Kind.LOCAL else like.shape
         if value.shape != shape:
             return value
-        local = value if self.kind is Kind.LOCAL else local_part(value, like)
+        local = value if self.kind is Kind.LOCAL else part_of_full(like, value)
         own = local_of(like).device
         device = like.device_mesh.device_type if own.type == "meta" else own
         return sharded_like(like, local.to(device, copy=fresh), local.new_empty(0, device=device))

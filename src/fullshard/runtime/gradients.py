@@ -11,7 +11,7 @@ import torch
 
 from fullshard.core.layout import FlatLayout, Region, align
 from fullshard.errors import MisuseError
-from fullshard.runtime.collectives import ReduceItem
+from fullshard.runtime.collectives import ReduceItem, sum_scalars
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.extensions import Buffers
 from fullshard.runtime.place import Links, Place
@@ -219,6 +219,7 @@ class GradientFlow:
             flat.div_(divide_after)
         if then is not None:
             then(flat)
+            used = self._with_uses_elsewhere(used, done.plan, flat)
         flat = flat.to(self.buffers.shard.dtype)
         self._touched = True
         self._added |= any(parameter.grad is not None for parameter in self.sharded)
@@ -230,12 +231,25 @@ class GradientFlow:
         if existing is not None:
             existing.add_(flat)
         for region in (*done.plan.small, *done.plan.large):
-            # Ranks that only the user's function sums over are not in the counts.
-            elsewhere = then is not None and not used[region.index] and bool(self.buffers.local(region, flat).any())
-            if used[region.index] or unused_too or elsewhere:
+            if used[region.index] or unused_too:
                 if existing is None:
                     self._bind_one(region, flat)
                 _run_gradient_hooks(self.sharded[region.index])
+
+    def _with_uses_elsewhere(self, used: list[bool], plan: _Plan, flat: torch.Tensor) -> list[bool]:
+        """`used`, and what only ranks used that the user's function alone sums over: they are not in the counts.
+
+        Their gradients are seen by not being zero. The ranks of the shard axis agree on it: rows that are zero on one
+        of them need not be on another, and a parameter without a gradient on one rank would be left out of its step.
+        """
+        regions = (*plan.small, *plan.large)
+        if all(used[region.index] for region in regions):
+            return used  # on every rank: who had all gradients has sent counts of all
+        found = torch.zeros(len(used), device=flat.device)
+        for region in regions:
+            found[region.index] = self.buffers.local(region, flat).any()
+        sum_scalars(found, self.place.shard_group, "agreement on unused parameters", largest=True)
+        return [here or there for here, there in zip(used, (found > 0).tolist(), strict=True)]
 
     def begin_backward(self) -> None:
         """A backward begins: what it does to gradients can be told from what was there."""

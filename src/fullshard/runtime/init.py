@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.runtime.copying import ModuleMethod
 from fullshard.runtime.dtensors import local_of, part_of_full, sharded_by_rows
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.storage import rows_of
-from fullshard.runtime.unit import Unit
 
 
 @contextmanager
@@ -42,36 +40,10 @@ def full_parameters_of(module: nn.Module) -> Iterator[None]:
         module._parameters.update(sharded)
 
 
-def _place_of(parameter: nn.Parameter) -> tuple[Unit, Any, Any]:
-    """Unit, flow and region of a sharded parameter."""
-    unit = REGISTRY.owner(parameter)
-    assert unit is not None
-    for flow in unit.flows:
-        for region in flow.buffers.layout.regions:
-            if flow.sharded[region.index] is parameter:
-                return unit, flow, region
-    raise AssertionError("the unit does not hold the parameter that it owns")
-
-
-def _rows(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-    """This rank's rows in a tensor of the global shape, a view."""
-    _, flow, region = _place_of(parameter)
-    spec, world = flow.buffers.specs[region.index], flow.buffers.world
-    full = flow.buffers.dresses[region.index].part_of(full)
-    return rows_of(full, spec, *region.rank_rows(world.size, world.rank))
-
-
-def _own(parameter: nn.Parameter) -> torch.Tensor:
-    """The flat shard's rows of a parameter, in the shape of `_rows`."""
-    _, flow, region = _place_of(parameter)
-    local: torch.Tensor = flow.buffers.local(region)
-    return local
-
-
 def _full_with_own_rows(parameter: nn.Parameter) -> nn.Parameter:
     with torch.no_grad():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        _rows(parameter, full).copy_(_own(parameter))
+        part_of_full(parameter, full).copy_(local_of(parameter))
     return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
 
@@ -82,7 +54,7 @@ def _keep_own_rows(parameter: nn.Parameter, full: torch.Tensor | None) -> None:
             f"{None if full is None else tuple(full.shape)}; it may only write values"
         )
     with torch.no_grad():
-        _own(parameter).copy_(_rows(parameter, full.detach()))
+        local_of(parameter).copy_(part_of_full(parameter, full.detach()))
 
 
 # Methods by which models initialize themselves, whose random numbers shall be those of the unsharded model.

@@ -122,21 +122,23 @@ def _hybrid_mesh(
         rows = torch.tensor(exchange(dist.get_process_group_ranks(shard), replicate))
         return DeviceMesh.from_group([replicate, shard], device_type, rows, mesh_dim_names=_HYBRID_NAMES)
 
-    return _made_once(shard, device_type, Axes.HYBRID, join)
+    return _made_once(groups, device_type, Axes.HYBRID, join)
 
 
-def _made_once(group: dist.ProcessGroup, device_type: str, axes: Axes, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    """The mesh that an earlier call made and that is still in use, or a new one.
+def _made_once(groups: Groups, device_type: str, axes: Axes, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """The mesh that an earlier call made of the groups, or a new one.
 
-    Units of one model share a mesh so, and with it groups and transports. A mesh keeps its groups alive, so that the
-    number of a group is its own for as long as the mesh is known.
+    Units of one model share a mesh so, and with it groups and transports. To make one communicates, so whether it is
+    known must be the same on every rank: it is kept until a group is destroyed, not until nothing refers to it, which
+    depends on the garbage collector of a rank.
     """
-    key = (id(group), device_type, axes)
-    mesh = REGISTRY.meshes.get(key)
-    if mesh is None:
-        mesh = make()
-        REGISTRY.meshes[key] = mesh
-    return mesh
+    known, exist = REGISTRY.meshes, dist.distributed_c10d._world.pg_map
+    for old in [old for old in known if any(group not in exist for group in old[0])]:
+        del known[old]
+    key = (groups if isinstance(groups, tuple) else (groups,), device_type, axes)
+    if key not in known:
+        known[key] = make()
+    return known[key]
 
 
 def host_rows(hosts: list[str]) -> torch.Tensor:

@@ -263,6 +263,8 @@ def scatter_optimizer(
 def _announce(named: Mapping[str, Any]) -> tuple[StateDict, list[torch.Tensor]]:
     """A picklable copy of the state dict without the tensors, and the tensors."""
     tensors: list[torch.Tensor] = []
+    if "state" not in named:
+        return dict(named), tensors  # every rank is to see that, not only the first
 
     def announce(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -135,7 +135,7 @@ class Place:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """1-D mesh of the ranks that hold the pieces of one parameter."""
+        """Mesh of the ranks that hold the pieces of one parameter: 1-D, but `mesh` itself if its dims have no names."""
         names = self.mesh.mesh_dim_names
         return self.mesh[names[-1]] if self.mesh.ndim == 2 and names is not None else self.mesh
 

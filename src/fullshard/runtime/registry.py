@@ -11,10 +11,12 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
+    from fullshard.core.strategy import Axes
     from fullshard.runtime.hooks import UnitHooks
     from fullshard.runtime.shards import Member
     from fullshard.runtime.unit import Unit
@@ -30,7 +32,7 @@ class Registry:
         marked: Identities of sharded parameters that were materialized from meta and filled with NaN to tell them.
         hooks: Unit -> its hooks, for what is asked of a module that is not itself sharded.
         unfilled: Buffer that was materialized from meta -> its version at that moment.
-        meshes: (number of a process group, ...) -> the mesh that was made of it, while a unit uses it.
+        meshes: (process groups, device type, axes) -> the mesh that was made of them, until one is destroyed.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class Registry:
         self.marked: set[int] = set()
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
-        self.meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakValueDictionary()
+        self.meshes: dict[tuple[tuple[dist.ProcessGroup, ...], str, Axes], DeviceMesh] = {}
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:
@@ -57,9 +59,17 @@ class Registry:
         """The sharded parameters of these members of `unit` are other objects now."""
         numbers = [id(member.sharded) for member in members]
         reference = weakref.ref(unit)
-        self.owners.update((number, reference) for number in numbers)
         if numbers:
+            self.note_released(unit)
+            self.owners.update((number, reference) for number in numbers)
             weakref.finalize(unit, self._forget, numbers, reference)
+
+    def note_released(self, unit: Unit) -> None:
+        """`unit` has given parameters up: their numbers may soon be those of other tensors."""
+        reference, kept = weakref.ref(unit), {id(member.sharded) for member in unit.members}
+        self._forget(
+            [number for number, owner in self.owners.items() if owner is reference and number not in kept], reference
+        )
 
     def note_copied(self, made: Unit, original: Unit) -> None:
         """`made` is a copy of `original`: it owns its parameters, and those without values are without values there."""
@@ -76,8 +86,7 @@ class Registry:
     def owner(self, parameter: torch.Tensor) -> Unit | None:
         """The unit that holds this sharded parameter, or None."""
         reference = self.owners.get(id(parameter))
-        unit = None if reference is None else reference()
-        return unit if unit is not None and any(member.sharded is parameter for member in unit.members) else None
+        return None if reference is None else reference()
 
     def unit_that_replaced(self, tensor: torch.Tensor) -> tuple[Unit, str] | None:
         """The unit that took this full parameter, and its name there."""

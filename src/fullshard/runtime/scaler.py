@@ -72,9 +72,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 total = torch.maximum(total, found.to(total.device))
             group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
             if group is not None:
-                sum_scalars(total, group, largest=True)
+                sum_scalars(total, group, "search for infinite gradients", largest=True)
         found_inf.copy_(total)
-        return {device: total.to(device) for device, _ in alike}
+        # A rank without any gradient has an answer, too: torch refuses to step where there is none.
+        return {device: total.to(device) for device, _ in alike} or {total.device: total}
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,18 +8,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
-from fullshard.runtime.dtensors import local_of, sharded_like
+from fullshard.runtime.dtensors import local_of, part_of_full, sharded_like
 from fullshard.runtime.forms import Form, Kind, keeps_values
 from fullshard.runtime.module import HANDLE
 from fullshard.runtime.postmortem import explained
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.shards import Member
 from fullshard.runtime.unit import Shown, Unit
-from fullshard.runtime.whole import Gatherer, local_part
+from fullshard.runtime.whole import Gatherer
 
 _Result = TypeVar("_Result")
 
@@ -141,7 +140,7 @@ def _write_back(units: list[Unit], held: list[list[torch.Tensor | None]], with_g
     ]
     with torch.no_grad():
         for member, value in pairs:
-            local_of(member.sharded).copy_(_rows(value, member.sharded))
+            local_of(member.sharded).copy_(part_of_full(member.sharded, value))
             if with_grads:
                 _write_back_gradient(member.sharded, value.grad)
     for unit in units:
@@ -159,19 +158,14 @@ def _checked(value: torch.Tensor | None, member: Member) -> torch.Tensor:
     return value
 
 
-def _rows(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    assert isinstance(like, DTensor)
-    return local_part(whole, like)
-
-
 def _write_back_gradient(sharded: nn.Parameter, gradient: torch.Tensor | None) -> None:
     if gradient is None:
         sharded.grad = None
     elif sharded.grad is None:
-        rows = _rows(gradient, sharded).to(local_of(sharded).device, copy=True)
+        rows = part_of_full(sharded, gradient).to(local_of(sharded).device, copy=True)
         sharded.grad = sharded_like(sharded, rows.contiguous())
     else:
-        local_of(sharded.grad).copy_(_rows(gradient, sharded))
+        local_of(sharded.grad).copy_(part_of_full(sharded, gradient))
 
 
 def use_parameters(module: nn.Module, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

@@ -127,6 +127,7 @@ class Unit:
         """Let another unit take over a parameter; before any engine has started."""
         member = next(member for member in self.members if member.spec.name == name)
         self.members.remove(member)
+        REGISTRY.note_released(self)
         self.flows = reflatten(self.members, self.precision)
         return member
 

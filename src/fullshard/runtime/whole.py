@@ -1,4 +1,4 @@
-"""Whole tensors: gathers one from all ranks' shards, cuts this rank's shard out of one.
+"""Whole tensors: gathers one from all ranks' shards. `dtensors.part_of_full` is the way back.
 
 It is for what happens between steps (state dicts, export, editing weights): values keep the dtype they are stored in,
 and every call makes a fresh tensor. What a step gathers goes through `storage.py` instead, into buffers that are kept.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.core.layout import chunk_rows, row_range
 from fullshard.runtime.collectives import Call, Direct, GatherItem, Transport, command_tag, make_transport, translate
@@ -102,21 +102,6 @@ def full_tensor(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
     """The whole of one tensor; see `Gatherer.full`."""
     with explained([tensor]):
         return Gatherer().full(tensor, name)
-
-
-def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """What this rank holds of `whole` when it is sharded as `like`: a view where the rows are in one piece."""
-    shapes = _shapes(like)
-    if shapes is None:
-        sharded = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-        return local_of(sharded)
-    coordinate = like.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank holds a DTensor of a mesh that it is not in"
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            start, stop = row_range(shapes[axis][placement.dim], like.device_mesh.size(axis), coordinate[axis])
-            whole = whole.narrow(placement.dim, start, stop - start)
-    return whole
 
 
 def _shapes(tensor: DTensor) -> list[torch.Size] | None:

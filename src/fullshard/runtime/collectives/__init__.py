@@ -109,8 +109,8 @@ def check_agreement(description: list[str], group: dist.ProcessGroup, remark: _R
     return [remark for _, remark in gathered]
 
 
-def sum_scalars(values: torch.Tensor, group: dist.ProcessGroup, largest: bool = False) -> None:
-    """Replace a small tensor by its sum (or maximum) over `group`, and wait for it."""
+def sum_scalars(values: torch.Tensor, group: dist.ProcessGroup, what: str, largest: bool = False) -> None:
+    """Replace a small tensor by its sum (or maximum) over `group`, and wait for it; `what` it is, for messages."""
     if group.size() > 1:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         limit = time_limit(group._get_backend(values.device))
@@ -119,5 +119,5 @@ def sum_scalars(values: torch.Tensor, group: dist.ProcessGroup, largest: bool = 
             work.wait(limit)
         except RuntimeError as error:
             where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)}"
-            call = Call("sum of norms", "(all)", 0)
+            call = Call(what, "(all)", 0)
             raise translate(error, call, where, limit.total_seconds()) from error
