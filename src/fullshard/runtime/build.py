@@ -203,8 +203,8 @@ def _check_initialized(root: nn.Module, units: list[Unit], elsewhere: set[int]) 
         what = f"parameters {_some(unfilled)}" if unfilled else f"buffers {_some(buffers)}"
         raise UninitializedError(
             f"{what} were materialized (from the meta device, or by to_empty) and never given values; "
-            "initialize them on every rank (a module's reset_parameters must set its buffers too), or load a state dict. "
-            "Non-persistent buffers are in no state dict: compute them again"
+            "initialize them on every rank (a module's reset_parameters must set its buffers too), or load a state "
+            "dict. Non-persistent buffers are in no state dict: compute them again"
         )
 
 
