@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
 _COMPILED = "_orig_mod"
+_TORCHS_TOOLS = "torch.distributed.checkpoint.state_dict"
 # Levels that their wrappers themselves keep out of the keys of state dicts.
 _HIDDEN = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -19,8 +22,19 @@ def plain_name(name: str) -> str:
 
 def hide_compiled(state: dict[str, Any], prefix: str) -> None:
     """Take the level of `torch.compile` out of the keys that a module has just written below `prefix`."""
-    if any(f"{_COMPILED}." in key for key in state if key.startswith(prefix)):
+    if any(f"{_COMPILED}." in key for key in state if key.startswith(prefix)) and not _asked_by_torchs_tools():
         _rename(state, prefix, lambda rest: ".".join(level for level in rest.split(".") if level != _COMPILED))
+
+
+def _asked_by_torchs_tools() -> bool:
+    """Whether `get_model_state_dict` and its like ask. They walk through modules by the keys, so they need every level.
+
+    The names that they give to the user have none of them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _TORCHS_TOOLS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def show_compiled(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
