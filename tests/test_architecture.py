@@ -39,6 +39,13 @@ FORBIDDEN_ENGINES = ("torch.distributed.fsdp", "torch.distributed._composable", 
 # No engine, but where they all enter what was done to a module, so that others leave it alone.
 REGISTRY_OF_ENGINES = "torch.distributed._composable.contract"
 
+# Parts of runtime, lowest first: a part imports only from those before it. Types alone may be imported the other way.
+RUNTIME_ORDER = (
+    *("device", "dtensors", "graphs", "names", "policy", "registry", "tree", "inputs"),
+    *("collectives", "params", "unit", "failures", "values", "engine", "loop"),
+    *("build", "hooks", "unshard", "module", "api", "whole"),
+)
+
 # Signatures that copy a public function of torch, argument by argument.
 MANY_ARGUMENTS = frozenset({"fully_shard", "FullyShardedDataParallel.__init__", "ShardedGradScaler.__init__"})
 
@@ -52,8 +59,9 @@ HOOKS = re.compile(r"_?register_\w*hooks?|queue_callback")
 # train/world.py stands for a user's own program around the engine: it averages losses and agrees on a stop.
 CALLS_COLLECTIVES = ("runtime.collectives", "train.world")
 REGISTERS_HOOKS = ("runtime.hooks",)
-# runtime/debug.py reads one switch, FULLSHARD_DEBUG: whoever looks into a hang can set it for code that is not theirs.
-READS_ENVIRONMENT = ("cli", "runtime.debug")
+# runtime/failures/debug.py reads one switch, FULLSHARD_DEBUG: whoever looks into a hang can set it for code that is
+# not theirs.
+READS_ENVIRONMENT = ("cli", "runtime.failures.debug")
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,28 @@ def imports_go_one_way(source: Source) -> list[str]:
         if target not in allowed:
             complaints.append(f"line {line}: {layer} may not import {name}")
     return complaints
+
+
+def runtime_parts_import_one_way(source: Source) -> list[str]:
+    own = source.module.removeprefix("runtime.").split(".")[0]
+    if not source.within("runtime") or own == "runtime":
+        return []
+    tree = source.tree
+    types = {id(part) for node in ast.walk(tree) if _is_for_types(node) for part in ast.walk(node)}
+    complaints = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or id(node) in types:
+            continue
+        before, _, rest = (node.module or "").partition("fullshard.runtime.")
+        part = rest.split(".")[0]
+        inside = bool(before) or part in ("", own)
+        if not inside and RUNTIME_ORDER.index(part) >= RUNTIME_ORDER.index(own):
+            complaints.append(f"line {node.lineno}: runtime.{own} may not import runtime.{part}")
+    return complaints
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def core_is_standard_library_only(source: Source) -> list[str]:
@@ -231,6 +261,7 @@ def classes_have_few_attributes(source: Source) -> list[str]:
 
 RULES: tuple[Rule, ...] = (
     imports_go_one_way,
+    runtime_parts_import_one_way,
     core_is_standard_library_only,
     no_other_engine,
     only_collectives_communicate,
@@ -270,6 +301,8 @@ _LONG = "def f():\n" + "    x = 1\n" * 60
 _SELF = "class A:\n  def __init__(self):\n" + "".join(f"    self.a{i} = {i}\n" for i in range(16))
 
 BAD: list[tuple[Rule, str, str]] = [
+    (runtime_parts_import_one_way, "runtime.unit", "from fullshard.runtime.engine import Engine"),
+    (runtime_parts_import_one_way, "runtime.params.shards", "def f():\n    from fullshard.runtime.values import init"),
     (imports_go_one_way, "core.layout", "from fullshard.runtime.unit import Unit"),
     (imports_go_one_way, "core.layout", "import fullshard"),
     (imports_go_one_way, "core.layout", "def f():\n    from ..runtime import unit"),
@@ -293,12 +326,12 @@ BAD: list[tuple[Rule, str, str]] = [
     (no_other_engine, "train.loop", "from torch.nn.parallel import DistributedDataParallel"),
     (no_other_engine, "train.loop", "from torch.distributed import fsdp"),
     (no_other_engine, "tools.report", "import deepspeed"),
-    (only_collectives_communicate, "runtime.gradients", "dist.all_reduce(norm)"),
-    (only_collectives_communicate, "runtime.gradients", "torch.distributed.batch_isend_irecv(ops)"),
-    (only_collectives_communicate, "runtime.gradients", "torch.distributed.distributed_c10d.all_gather_object(a, b)"),
-    (only_collectives_communicate, "runtime.gradients", "from torch.distributed import isend"),
-    (only_collectives_communicate, "runtime.gradients", "from torch.distributed.nn.functional import all_gather"),
-    (only_collectives_communicate, "runtime.gradients", "group._allgather_base(out, own)"),
+    (only_collectives_communicate, "runtime.unit", "dist.all_reduce(norm)"),
+    (only_collectives_communicate, "runtime.unit", "torch.distributed.batch_isend_irecv(ops)"),
+    (only_collectives_communicate, "runtime.unit", "torch.distributed.distributed_c10d.all_gather_object(a, b)"),
+    (only_collectives_communicate, "runtime.unit", "from torch.distributed import isend"),
+    (only_collectives_communicate, "runtime.unit", "from torch.distributed.nn.functional import all_gather"),
+    (only_collectives_communicate, "runtime.unit", "group._allgather_base(out, own)"),
     (only_collectives_communicate, "train.loop", "dist.barrier()"),
     (only_hooks_registers_hooks, "runtime.engine", "module.register_forward_pre_hook(f)"),
     (only_hooks_registers_hooks, "runtime.engine", "Variable._execution_engine.queue_callback(f)"),
@@ -319,6 +352,12 @@ BAD: list[tuple[Rule, str, str]] = [
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [
+    (runtime_parts_import_one_way, "runtime.engine", "from fullshard.runtime.params.shards import Member"),
+    (
+        runtime_parts_import_one_way,
+        "runtime.unit",
+        "if TYPE_CHECKING:\n  from fullshard.runtime.engine import Engine",
+    ),
     (imports_go_one_way, "core.layout", "from fullshard.core.spec import World\nfrom ..errors import FullshardError"),
     (imports_go_one_way, "runtime.engine", "from fullshard.core import schedule\nfrom .unit import Unit\nimport torch"),
     (imports_go_one_way, "train.loop", "from fullshard import fully_shard\nfrom fullshard.train.config import Config"),
@@ -329,7 +368,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (only_collectives_communicate, "runtime.collectives.direct", "dist.isend(rows, peer)"),
     (
         only_collectives_communicate,
-        "runtime.gradients",
+        "runtime.params.gradients",
         "transport.all_reduce(x)\nt.scatter(0, i, x)\npipe.send(x)",
     ),
     (only_hooks_registers_hooks, "runtime.hooks", "module.register_forward_hook(f)"),

@@ -10,18 +10,18 @@ Shard each block, then the root, then make the optimizer:
 """
 
 from fullshard.runtime.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from fullshard.runtime.clip import clip_grad_norm_
 from fullshard.runtime.collectives import AllGather, ReduceScatter
-from fullshard.runtime.even import any_rank, even_batches
-from fullshard.runtime.init import materialize
+from fullshard.runtime.loop.clip import clip_grad_norm_
+from fullshard.runtime.loop.even import any_rank, even_batches
+from fullshard.runtime.loop.optimizers import split_param_groups
+from fullshard.runtime.loop.scaler import ShardedGradScaler
 from fullshard.runtime.module import FSDPModule
-from fullshard.runtime.optimizers import split_param_groups
-from fullshard.runtime.place import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from fullshard.runtime.params.place import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.runtime.scaler import ShardedGradScaler
-from fullshard.runtime.summon import full_parameters, use_parameters
 from fullshard.runtime.unshard import UnshardHandle
-from fullshard.runtime.whole import full_tensor
+from fullshard.runtime.values.init import materialize
+from fullshard.runtime.whole.summon import full_parameters, use_parameters
+from fullshard.runtime.whole.tensors import full_tensor
 from fullshard.wrapper.settings import (
     BackwardPrefetch,
     CPUOffload,

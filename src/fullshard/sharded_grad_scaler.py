@@ -1,5 +1,5 @@
 """`ShardedGradScaler` under the module name that it has in torch."""
 
-from fullshard.runtime.scaler import ShardedGradScaler
+from fullshard.runtime.loop.scaler import ShardedGradScaler
 
 __all__ = ["ShardedGradScaler"]

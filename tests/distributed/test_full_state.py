@@ -43,7 +43,7 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.errors import CommunicationError, MisuseError
-from fullshard.runtime.whole import Gatherer
+from fullshard.runtime.whole.tensors import Gatherer
 from fullshard.wrap import CustomPolicy
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
@@ -286,6 +286,20 @@ WRAPPERS = {
 }
 
 
+def wrapped(where: str, order: tuple[str, ...], api: str) -> Any:
+    """A model of which one module has all three wrappers, the first innermost."""
+    torch.manual_seed(0)
+    model: Any = Deep()
+    for kind in order:
+        if where == "root":
+            model = WRAPPERS[kind](model)
+        elif where == "block":
+            model.block = WRAPPERS[kind](model.block)
+        else:
+            model.block.up = WRAPPERS[kind](model.block.up)
+    return model if where == "root" else WRAPPERS[api](model)
+
+
 def check_names(rank: int, api: str) -> None:
     torch.manual_seed(0)
     plain = Deep()
@@ -295,17 +309,7 @@ def check_names(rank: int, api: str) -> None:
     ):
         if where == "root" and order.index("compile") > order.index(api):
             continue  # outside of what is sharded torch.compile's own module makes the keys, as of any module
-        torch.manual_seed(0)
-        model = Deep()
-        for kind in order:
-            if where == "root":
-                model = WRAPPERS[kind](model)
-            elif where == "block":
-                model.block = WRAPPERS[kind](model.block)
-            else:
-                model.block.up = WRAPPERS[kind](model.block.up)
-        if where != "root":
-            model = WRAPPERS[api](model)
+        model = wrapped(where, order, api)
         state = model.state_dict()
         assert sorted(state) == sorted(want), (where, order, list(state))
         values = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from cluster import Cluster
 from fullshard import full_parameters, full_tensor, fully_shard
-from fullshard.runtime.forms import Form, Kind
-from fullshard.runtime.optim_state import read_optimizer, rekey, write_optimizer
+from fullshard.runtime.whole.forms import Form, Kind
+from fullshard.runtime.whole.optim_state import read_optimizer, rekey, write_optimizer
 
 WORLD_SIZES = [1, 2, 3, 4]
 

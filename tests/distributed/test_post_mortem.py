@@ -17,11 +17,11 @@ from torch import nn
 from cluster import Cluster
 from fullshard import clip_grad_norm_, full_parameters, full_tensor
 from fullshard.errors import CommunicationError, MisuseError, PeerLostError, PeerTimeoutError
-from fullshard.runtime import postmortem
 from fullshard.runtime.collectives import postbox
-from fullshard.runtime.forms import Form
-from fullshard.runtime.module_state import write_module
-from fullshard.runtime.optim_state import write_optimizer
+from fullshard.runtime.failures import postmortem
+from fullshard.runtime.whole.forms import Form
+from fullshard.runtime.whole.module_state import write_module
+from fullshard.runtime.whole.optim_state import write_optimizer
 
 LIMIT_SECONDS = 3.0
 

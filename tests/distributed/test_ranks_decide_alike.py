@@ -15,10 +15,10 @@ import fullshard
 from cluster import Cluster
 from fullshard import FSDP, ShardedGradScaler, ShardingStrategy, fully_shard
 from fullshard.errors import UninitializedError
-from fullshard.runtime.meshes import strategy_mesh
 from fullshard.runtime.module import unit_of
-from fullshard.runtime.optim_state import scatter_optimizer
+from fullshard.runtime.params.meshes import strategy_mesh
 from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.whole.optim_state import scatter_optimizer
 
 
 class Pair(nn.Module):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cluster import Cluster
 from fullshard import FSDP, MixedPrecision, ShardingStrategy
 from fullshard.errors import RanksDisagreeError, UninitializedError
-from fullshard.runtime.sync import broadcast_module_states
+from fullshard.runtime.values.sync import broadcast_module_states
 from fullshard.wrap import ModuleWrapPolicy, always_wrap_policy
 from models import by_name, make_model
 from networks import Blocks, Residual, Tied, WithBuffers

@@ -2,7 +2,7 @@
 
 from fullshard.runtime.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.runtime.module import FSDPModule
-from fullshard.runtime.place import DataParallelMeshDims
+from fullshard.runtime.params.place import DataParallelMeshDims
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.runtime.unshard import UnshardHandle
 

@@ -1,7 +1,7 @@
 """The names of `torch.distributed.fsdp._fully_shard._fsdp_api`."""
 
 from fullshard.runtime.collectives import AllGather, ReduceScatter
-from fullshard.runtime.place import DataParallelMeshDims
+from fullshard.runtime.params.place import DataParallelMeshDims
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [

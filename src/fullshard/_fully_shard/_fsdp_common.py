@@ -1,5 +1,5 @@
 """The names of `torch.distributed.fsdp._fully_shard._fsdp_common` that `shard_placement_fn` needs."""
 
-from fullshard.runtime.place import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from fullshard.runtime.params.place import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 __all__ = ["FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"]

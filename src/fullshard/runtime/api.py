@@ -16,14 +16,14 @@ from fullshard.core.policy import UnitPolicy, after_forward
 from fullshard.core.strategy import RULES, ShardingStrategy
 from fullshard.errors import AlreadyShardedError
 from fullshard.runtime.build import build_unit
-from fullshard.runtime.copying import ModuleMethod
-from fullshard.runtime.describe import PlacementFn
 from fullshard.runtime.device import make_streams
 from fullshard.runtime.hooks import UnitHooks
-from fullshard.runtime.meshes import strategy_mesh, warn_if_not_hybrid
 from fullshard.runtime.module import HANDLE, FSDPModule, attach, sharded_class, unit_of
-from fullshard.runtime.place import DataParallelMeshDims, make_place
+from fullshard.runtime.params.describe import PlacementFn
+from fullshard.runtime.params.meshes import strategy_mesh, warn_if_not_hybrid
+from fullshard.runtime.params.place import DataParallelMeshDims, make_place
 from fullshard.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.runtime.values.copying import ModuleMethod
 
 # A module, or a list of modules that form one unit; what goes in comes out.
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])

@@ -11,18 +11,18 @@ from torch import nn
 from fullshard.core.policy import UnitPolicy
 from fullshard.errors import MisuseError, UninitializedError
 from fullshard.runtime.collectives import check_agreement
-from fullshard.runtime.debug import wants_debug
-from fullshard.runtime.describe import Found, PlacementFn, find_parameters, module_names, own_part
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
-from fullshard.runtime.ignored import IgnoredGradients, warn_of_own_gradients
-from fullshard.runtime.init import wrap_reset_parameters
-from fullshard.runtime.origin import Origin, checksums, warn_of_other_origins
-from fullshard.runtime.place import Place
+from fullshard.runtime.failures.debug import wants_debug
+from fullshard.runtime.params.describe import Found, PlacementFn, find_parameters, module_names, own_part
+from fullshard.runtime.params.ignored import IgnoredGradients, warn_of_own_gradients
+from fullshard.runtime.params.origin import Origin, checksums, warn_of_other_origins
+from fullshard.runtime.params.place import Place
+from fullshard.runtime.params.shards import Member
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.shards import Member
 from fullshard.runtime.unit import Unit
+from fullshard.runtime.values.init import wrap_reset_parameters
 
 
 def build_unit(

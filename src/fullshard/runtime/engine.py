@@ -16,12 +16,12 @@ from fullshard.core.policy import SchedulePolicy, UnitPolicy
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.collectives import Custom, CustomAllReduce, Transport, make_transport
-from fullshard.runtime.debug import OrderCheck, wants_debug
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
-from fullshard.runtime.gradients import warn_dropped
-from fullshard.runtime.ignored import IgnoredGradients
-from fullshard.runtime.place import Links, Place, Resources
-from fullshard.runtime.postmortem import COMMUNICATES, Story
+from fullshard.runtime.failures.debug import OrderCheck, wants_debug
+from fullshard.runtime.failures.postmortem import COMMUNICATES, Story
+from fullshard.runtime.params.gradients import warn_dropped
+from fullshard.runtime.params.ignored import IgnoredGradients
+from fullshard.runtime.params.place import Links, Place, Resources
 from fullshard.runtime.unit import Unit
 
 _LOG_COMMANDS = 65536

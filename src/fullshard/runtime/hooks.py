@@ -20,16 +20,16 @@ from fullshard.core.lifecycle import State
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.engine import Engine
-from fullshard.runtime.explain import explain_mixed
-from fullshard.runtime.fresh_state import undo_allocating_step
+from fullshard.runtime.failures.explain import explain_mixed
 from fullshard.runtime.graphs import refuse_transforms
 from fullshard.runtime.inputs import Gradients, Inputs
-from fullshard.runtime.loading import holders_of, refuse_rows_of_others, take_rows
+from fullshard.runtime.loop.optimizers import check_optimizer
 from fullshard.runtime.names import hide_compiled, show_compiled
-from fullshard.runtime.optimizers import check_optimizer
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
 from fullshard.runtime.unit import Shown, Unit
+from fullshard.runtime.values.fresh_state import undo_allocating_step
+from fullshard.runtime.values.loading import holders_of, refuse_rows_of_others, take_rows
 
 # Makes (or finds) the engine of a module and its unit.
 FindEngine = Callable[[nn.Module, Unit], Engine]

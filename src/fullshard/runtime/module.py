@@ -18,16 +18,16 @@ from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.build import find_engine
 from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, separate_group
-from fullshard.runtime.copying import cannot_be_pickled, deepcopy_module
-from fullshard.runtime.debug import debug_by_environment
 from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
+from fullshard.runtime.failures.debug import debug_by_environment
 from fullshard.runtime.graphs import keep_out_of_graphs
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, EndOfBackward, UnitHooks
-from fullshard.runtime.init import init_methods, note_materialized
-from fullshard.runtime.loading import unchanged_if_it_fails
 from fullshard.runtime.unit import Unit
 from fullshard.runtime.unshard import UnshardHandle, Unsharding
+from fullshard.runtime.values.copying import cannot_be_pickled, deepcopy_module
+from fullshard.runtime.values.init import init_methods, note_materialized
+from fullshard.runtime.values.loading import unchanged_if_it_fails
 
 # Where a sharded module carries its `Handle`.
 HANDLE = "_fullshard"

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 if TYPE_CHECKING:
     from fullshard.core.strategy import Axes
     from fullshard.runtime.hooks import UnitHooks
-    from fullshard.runtime.shards import Member
+    from fullshard.runtime.params.shards import Member
     from fullshard.runtime.unit import Unit
 
 

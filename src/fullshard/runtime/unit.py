@@ -15,14 +15,14 @@ from torch import nn
 from fullshard.core.policy import UnitPolicy
 from fullshard.core.scaling import divide_factors
 from fullshard.runtime.collectives import Call, Pending, command_tag
-from fullshard.runtime.describe import Found
 from fullshard.runtime.device import BufferPool
-from fullshard.runtime.gradients import GradientFlow
-from fullshard.runtime.place import Links, Place, Resources
+from fullshard.runtime.params.describe import Found
+from fullshard.runtime.params.gradients import GradientFlow
+from fullshard.runtime.params.place import Links, Place, Resources
+from fullshard.runtime.params.shards import Member, adopt_registered, reflatten, shard_parameters
+from fullshard.runtime.params.wishes import Wishes
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.shards import Member, adopt_registered, reflatten, shard_parameters
-from fullshard.runtime.wishes import Wishes
 
 if TYPE_CHECKING:
     from fullshard.runtime.engine import Engine

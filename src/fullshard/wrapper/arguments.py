@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.core.strategy import ShardingStrategy
-from fullshard.runtime.meshes import Groups
+from fullshard.runtime.params.meshes import Groups
 from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision
 from fullshard.wrapper.wrap import WrapPolicy, _Policy
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.runtime.forms import Form, Kind
-from fullshard.runtime.optim_state import read_optimizer, rekey, scatter_optimizer, write_optimizer
+from fullshard.runtime.whole.forms import Form, Kind
+from fullshard.runtime.whole.optim_state import read_optimizer, rekey, scatter_optimizer, write_optimizer
 from fullshard.wrapper.settings import FullOptimStateDictConfig, OptimStateKeyType
 from fullshard.wrapper.state_dicts import StateDicts, form_of
 
@@ -22,7 +22,7 @@ class OptimizerStates(StateDicts):
     """The part of `FullyShardedDataParallel` that writes and reads state dicts of optimizers.
 
     Every dict has "state", by parameter name, and "param_groups", whose "params" are names; see
-    `runtime/optim_state.py`.
+    `runtime/whole/optim_state.py`.
     """
 
     @staticmethod

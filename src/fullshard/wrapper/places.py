@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.runtime.describe import Slot
 from fullshard.runtime.module import HANDLE
+from fullshard.runtime.params.describe import Slot
 from fullshard.runtime.registry import REGISTRY
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.runtime.forms import Form, Kind
-from fullshard.runtime.module_state import read_module, write_module
+from fullshard.runtime.whole.forms import Form, Kind
+from fullshard.runtime.whole.module_state import read_module, write_module
 from fullshard.wrapper.arguments import alike
 from fullshard.wrapper.naming import Transparent
 from fullshard.wrapper.settings import (

@@ -18,15 +18,15 @@ from fullshard.core.strategy import RULES, Axes, ShardingStrategy
 from fullshard.errors import AlreadyShardedError, MisuseError
 from fullshard.runtime.api import call_site
 from fullshard.runtime.build import build_unit
-from fullshard.runtime.clip import clip_grad_norm_
-from fullshard.runtime.meshes import Groups, strategy_mesh, warn_if_not_hybrid
+from fullshard.runtime.loop.clip import clip_grad_norm_
 from fullshard.runtime.module import HANDLE, FSDPModule, attach, unit_of
-from fullshard.runtime.place import Place, make_place
+from fullshard.runtime.params.meshes import Groups, strategy_mesh, warn_if_not_hybrid
+from fullshard.runtime.params.place import Place, make_place
 from fullshard.runtime.policy import MixedPrecisionPolicy
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.summon import full_parameters
-from fullshard.runtime.sync import broadcast_module_states
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
+from fullshard.runtime.values.sync import broadcast_module_states
+from fullshard.runtime.whole.summon import full_parameters
 from fullshard.wrapper.arguments import Arguments
 from fullshard.wrapper.auto_wrap import auto_wrap
 from fullshard.wrapper.comm_hook import CommHook

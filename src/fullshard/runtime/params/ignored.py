@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.runtime.collectives import Call, Transport, command_tag
-from fullshard.runtime.describe import Slot, slots_of
+from fullshard.runtime.params.describe import Slot, slots_of
 
 # As of a unit's all-reduce, see `unit.py`.
 _ALL_REDUCE = 2

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fullshard.runtime.dtensors import local_of, part_of_full, sharded_like
 from fullshard.runtime.module import HANDLE
-from fullshard.runtime.whole import Gatherer
+from fullshard.runtime.whole.tensors import Gatherer
 
 
 class Kind(Enum):

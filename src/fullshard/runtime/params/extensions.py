@@ -27,13 +27,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fullshard.core.layout import FlatLayout, Region, chunk_rows, plan_layout
 from fullshard.core.spec import ParamSpec, World
 from fullshard.runtime.collectives import GatherItem
-from fullshard.runtime.describe import Slot, module_of
 from fullshard.runtime.device import BufferPool
-from fullshard.runtime.dress import Dress
 from fullshard.runtime.dtensors import contiguous_stride, local_of
-from fullshard.runtime.place import Place
+from fullshard.runtime.params.describe import Slot, module_of
+from fullshard.runtime.params.dress import Dress
+from fullshard.runtime.params.place import Place
+from fullshard.runtime.params.storage import FlatBuffers, shape_of_rows
 from fullshard.runtime.policy import MixedPrecisionPolicy
-from fullshard.runtime.storage import FlatBuffers, shape_of_rows
 
 
 def shard_of(value: torch.Tensor, spec: ParamSpec, world: World) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.core.grouping import Occurrence, group_occurrences
 from fullshard.core.spec import ParamSpec
-from fullshard.runtime.dress import Dress, make_dress
 from fullshard.runtime.dtensors import local_of
-from fullshard.runtime.place import Place, ShardPlacementResult, mesh_of, other_place
+from fullshard.runtime.params.dress import Dress, make_dress
+from fullshard.runtime.params.place import Place, ShardPlacementResult, mesh_of, other_place
 from fullshard.runtime.registry import REGISTRY
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]

@@ -13,7 +13,7 @@ from fullshard.core.schedule import Command
 from fullshard.errors import RanksDisagreeError
 from fullshard.runtime.collectives import Call, GatherItem, Transport, command_tag, make_transport
 from fullshard.runtime.device import BufferPool, Streams
-from fullshard.runtime.postmortem import Story
+from fullshard.runtime.failures.postmortem import Story
 from fullshard.runtime.unit import Unit
 
 _MESSAGE_BYTES = 256

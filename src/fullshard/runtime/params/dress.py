@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.runtime.dtensors import StridedShard, concatenate, contiguous_stride, finished, local_of, set_local, wrap
-from fullshard.runtime.place import Place
+from fullshard.runtime.params.place import Place
 
 
 @dataclass(frozen=True, slots=True)

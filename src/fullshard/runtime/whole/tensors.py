@@ -14,7 +14,7 @@ from fullshard.core.layout import chunk_rows, row_range
 from fullshard.runtime.collectives import Call, Direct, GatherItem, Transport, command_tag, make_transport, translate
 from fullshard.runtime.device import BufferPool, make_streams
 from fullshard.runtime.dtensors import local_of
-from fullshard.runtime.postmortem import explained
+from fullshard.runtime.failures.postmortem import explained
 
 # Beside the commands of a unit, see `unit.py`: the low bits of the tag.
 _WHOLE = 4

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.runtime.forms import Form, keeps_values
+from fullshard.runtime.failures.postmortem import explained
 from fullshard.runtime.names import plain_name
-from fullshard.runtime.postmortem import explained
-from fullshard.runtime.whole import Gatherer
+from fullshard.runtime.whole.forms import Form, keeps_values
+from fullshard.runtime.whole.tensors import Gatherer
 
 
 def write_module(module: nn.Module, state: dict[str, Any], prefix: str, form: Form) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.runtime.copying import ModuleMethod
 from fullshard.runtime.dtensors import local_of, part_of_full, sharded_by_rows
 from fullshard.runtime.registry import REGISTRY
+from fullshard.runtime.values.copying import ModuleMethod
 
 
 @contextmanager

@@ -22,11 +22,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.runtime.collectives import broadcast_from_first, exchange
-from fullshard.runtime.forms import Form, Kind, keeps_values, of_chunks
-from fullshard.runtime.loading import refuse_rows_of_others
+from fullshard.runtime.failures.postmortem import explained
 from fullshard.runtime.names import plain_name
-from fullshard.runtime.postmortem import explained
-from fullshard.runtime.whole import Gatherer
+from fullshard.runtime.values.loading import refuse_rows_of_others
+from fullshard.runtime.whole.forms import Form, Kind, keeps_values, of_chunks
+from fullshard.runtime.whole.tensors import Gatherer
 
 StateDict = dict[str, Any]
 

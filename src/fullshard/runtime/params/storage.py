@@ -21,8 +21,8 @@ from fullshard.core.layout import FlatLayout, Region, chunk_rows, plan_layout
 from fullshard.core.spec import ParamSpec, World
 from fullshard.runtime.collectives import GatherItem
 from fullshard.runtime.device import BufferPool
-from fullshard.runtime.dress import Dress
-from fullshard.runtime.place import Place
+from fullshard.runtime.params.dress import Dress
+from fullshard.runtime.params.place import Place
 
 
 def rows_of(tensor: torch.Tensor, spec: ParamSpec, start: int, stop: int) -> torch.Tensor:

@@ -12,13 +12,13 @@ from torch import nn
 from fullshard.core.schedule import Event, EventKind
 from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, part_of_full, sharded_like
-from fullshard.runtime.forms import Form, Kind, keeps_values
+from fullshard.runtime.failures.postmortem import explained
 from fullshard.runtime.module import HANDLE
-from fullshard.runtime.postmortem import explained
+from fullshard.runtime.params.shards import Member
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.shards import Member
 from fullshard.runtime.unit import Shown, Unit
-from fullshard.runtime.whole import Gatherer
+from fullshard.runtime.whole.forms import Form, Kind, keeps_values
+from fullshard.runtime.whole.tensors import Gatherer
 
 _Result = TypeVar("_Result")
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.runtime.collectives import sum_scalars
 from fullshard.runtime.dtensors import local_of
-from fullshard.runtime.gradients import GradientFlow
-from fullshard.runtime.postmortem import explained
+from fullshard.runtime.failures.postmortem import explained
+from fullshard.runtime.params.gradients import GradientFlow
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
 

@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.layout import FlatLayout, Region, plan_layout
 from fullshard.core.spec import ParamSpec
-from fullshard.runtime.describe import Found, Slot, has_protocol, own_part
-from fullshard.runtime.dress import Dress
 from fullshard.runtime.dtensors import local_of, set_local
-from fullshard.runtime.extensions import ExtensionBuffers, shard_of
-from fullshard.runtime.gradients import GradientFlow
-from fullshard.runtime.origin import Origin
-from fullshard.runtime.place import Place
+from fullshard.runtime.params.describe import Found, Slot, has_protocol, own_part
+from fullshard.runtime.params.dress import Dress
+from fullshard.runtime.params.extensions import ExtensionBuffers, shard_of
+from fullshard.runtime.params.gradients import GradientFlow
+from fullshard.runtime.params.origin import Origin
+from fullshard.runtime.params.place import Place
+from fullshard.runtime.params.storage import FlatBuffers, rows_of
 from fullshard.runtime.policy import MixedPrecisionPolicy
-from fullshard.runtime.storage import FlatBuffers, rows_of
 
 
 @dataclass(slots=True)

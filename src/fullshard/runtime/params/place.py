@@ -15,7 +15,7 @@ from fullshard.core.spec import World
 from fullshard.runtime.collectives import TRANSPORTS, Transport
 from fullshard.runtime.device import BufferPool, default_device_type
 from fullshard.runtime.dtensors import concatenate
-from fullshard.runtime.meshes import ensure_process_group, replicate_mesh
+from fullshard.runtime.params.meshes import ensure_process_group, replicate_mesh
 
 
 @dataclass

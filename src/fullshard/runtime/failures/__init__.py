@@ -1,0 +1,1 @@
+"""What is told, and checked, when ranks go different ways."""

@@ -1,0 +1,1 @@
+"""How parameters get their values: initialization, loading, copies, rank 0."""

@@ -1,0 +1,1 @@
+"""Parameters and optimizer state as whole tensors, outside of forward and backward."""
