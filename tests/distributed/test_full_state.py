@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from reference import assert_at_rest
 from stack import Explosive
 from test_optim_state import Odd, assert_same, full_values, make_optimizer, step
@@ -124,9 +125,8 @@ def check_sharded_and_local(rank: int) -> None:
         with FSDP.state_dict_type(ours, kind, config):
             state = ours.state_dict()
             assert list(state) == list(want)
-            assert isinstance(state["first.weight"], DTensor) == (kind is SHARDED)
-            rows = (5, 3) if kind is SHARDED else [(2, 3), (2, 3), (1, 3)][rank]
-            assert state["first.weight"].shape == rows
+            assert isinstance(state["first.weight"], DTensor)
+            assert state["first.weight"].shape == (5, 3)
             assert type(state["counted"]) is torch.Tensor
             saved = {key: value.clone() for key, value in state.items()}
             with torch.no_grad():
@@ -139,6 +139,36 @@ def check_sharded_and_local(rank: int) -> None:
 
 def test_sharded_and_local_state_are_read_back(cluster: Cluster) -> None:
     cluster.run(check_sharded_and_local, world_size=3)
+
+
+def check_local_checkpoint(rank: int, folder: str) -> None:
+    """Plain rows would be one rank's for all: equal keys without a word about whose rows they are."""
+    ours = make()
+    optimizer = make_optimizer(ours)
+    step(ours, optimizer)
+    want, averages = dict(ours.state_dict()), full_averages(ours, optimizer)
+    with FSDP.state_dict_type(ours, LOCAL):
+        optimizer_state = FSDP.optim_state_dict(ours, optimizer)
+        dcp.save({"model": ours.state_dict(), "optimizer": optimizer_state["state"]}, checkpoint_id=folder)
+        with torch.no_grad():
+            for tensor in [*ours.parameters(), *(v for s in optimizer.state.values() for v in s.values())]:
+                tensor.zero_()
+        state = {"model": ours.state_dict(), "optimizer": FSDP.optim_state_dict(ours, optimizer)["state"]}
+        dcp.load(state, checkpoint_id=folder)
+        ours.load_state_dict(state["model"])
+        named = {**optimizer_state, "state": state["optimizer"]}
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(ours, optimizer, named))
+    assert_same(dict(ours.state_dict()), want)
+    assert_same(full_averages(ours, optimizer), averages)
+
+
+def full_averages(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state: dict[str, Any] = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    return state
+
+
+def test_a_checkpoint_of_the_local_form_has_every_ranks_rows(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_local_checkpoint, str(tmp_path))
 
 
 def check_memory(rank: int) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cluster import Cluster
 from fullshard import FSDP, MixedPrecisionPolicy, full_parameters, full_tensor, fully_shard, use_parameters
-from fullshard.errors import CommunicationError, MisuseError
+from fullshard.errors import CommunicationError, MisuseError, StaleOptimizerError
 
 
 class Odd(nn.Module):
@@ -322,6 +322,24 @@ def check_refused(rank: int) -> None:
             loss.backward()
     assert_at_rest(model)
     assert all(p.grad is None for p in model.parameters())
+
+
+def check_optimizer_from_inside(rank: int) -> None:
+    model = make_odd()
+    with full_parameters(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # edits, which are kept
+    assert full(model.scale).item() == 1.0
+    model(torch.arange(7)).sum().backward()
+    with pytest.raises(StaleOptimizerError, match=r"built inside .* full parameter '.*Build .* outside"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def test_an_optimizer_from_inside_the_context_is_refused_after_it(cluster: Cluster) -> None:
+    cluster.run(check_optimizer_from_inside)
 
 
 def test_what_would_lose_values_is_refused(cluster: Cluster) -> None:

@@ -36,6 +36,7 @@ from fullshard.core.lifecycle import Op
 from fullshard.errors import AlreadyShardedError, MisuseError
 from fullshard.runtime.module import unit_of
 from fullshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from fullshard.wrapper.arguments import Arguments
 from models import by_name, make_model
 from networks import Blocks, Residual
 
@@ -405,6 +406,21 @@ def check_groups(rank: int) -> None:
 
 def test_process_groups_say_where_to_shard(cluster: Cluster) -> None:
     cluster.run(check_groups, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("device_id", "chosen"),
+    [(1, [1]), ("cuda:2", [2]), (torch.device("cuda"), []), (None, []), ("cpu", []), ("xpu:1", [])],
+)
+def test_the_device_that_is_named_becomes_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, device_id: Any, chosen: list[int]
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", calls.append)
+    Arguments(device_id=device_id).choose_device()
+    assert calls == chosen
 
 
 def check_misuse(rank: int) -> None:

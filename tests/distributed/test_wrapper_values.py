@@ -149,6 +149,23 @@ def test_what_cannot_be_filled_is_named(cluster: Cluster) -> None:
     cluster.run(check_meta_errors)
 
 
+def check_unfilled_source(rank: int, others_have_values: bool) -> None:
+    """Only rank 0 needs values, so only it finds that there is no way to them."""
+    with torch.device("cpu" if rank > 0 and others_have_values else "meta"):
+        model = nn.Sequential(WithBuffers())
+    strategy = ShardingStrategy.HYBRID_SHARD if dist.get_world_size() == 4 else ShardingStrategy.FULL_SHARD
+    mesh = init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
+    with pytest.raises(ValueError, match=r"modules \['0'\] hold .* no reset_parameters"):
+        FSDP(model, sharding_strategy=strategy, device_mesh=mesh, sync_module_states=True)
+
+
+@pytest.mark.parametrize(("world_size", "others_have_values"), [(2, True), (4, False)])
+def test_what_rank_0_cannot_fill_is_an_error_on_every_rank(
+    cluster: Cluster, world_size: int, others_have_values: bool
+) -> None:
+    cluster.run(check_unfilled_source, others_have_values, world_size=world_size)
+
+
 def check_ignored_meta(rank: int) -> None:
     """B82: ignored by identity, and found again after meta tensors became others."""
     with torch.device("meta"):

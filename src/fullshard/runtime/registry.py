@@ -8,6 +8,7 @@ nothing may be written on a user's tensor.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ class Registry:
 
     Attributes:
         replaced: Full parameter that `fully_shard` took out of a module -> (unit, parameter name).
+        lent: Full parameter that was shown between steps and taken back -> (unit, parameter name).
         owners: Identity of a sharded parameter -> its unit. By number, not by weak reference: torch refuses to convert
             (move, cast) a parameter that is weakly referenced. The unit keeps the parameter, so the number stays its.
         marked: Identities of sharded parameters that were materialized from meta and filled with NaN to tell them.
@@ -37,6 +39,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.lent: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.owners: dict[int, weakref.ref[Unit]] = {}
         self.marked: set[int] = set()
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -54,6 +57,13 @@ class Registry:
             self.replaced[original] = (reference, member.spec.name)
             self.owners[number] = reference
         weakref.finalize(unit, self._forget, numbers, reference)
+
+    def note_lent(self, unit: Unit, parameters: Sequence[torch.Tensor]) -> None:
+        """`unit` showed these full parameters, in the order of its members, and does not use them any more."""
+        self.checked_optimizers.clear()
+        reference = weakref.ref(unit)
+        for member, parameter in zip(unit.members, parameters, strict=True):
+            self.lent[parameter] = (reference, member.spec.name)
 
     def note_replaced(self, unit: Unit, members: list[Member]) -> None:
         """The sharded parameters of these members of `unit` are other objects now."""
@@ -90,9 +100,16 @@ class Registry:
 
     def unit_that_replaced(self, tensor: torch.Tensor) -> tuple[Unit, str] | None:
         """The unit that took this full parameter, and its name there."""
-        reference, name = self.replaced.get(tensor, (None, ""))
-        unit = reference() if reference is not None else None
-        return None if unit is None else (unit, name)
+        return _alive(self.replaced.get(tensor))
+
+    def unit_that_lent(self, tensor: torch.Tensor) -> tuple[Unit, str] | None:
+        """The unit that showed this full parameter until it took it back, and its name there."""
+        return _alive(self.lent.get(tensor))
+
+
+def _alive(entry: tuple[weakref.ref[Unit], str] | None) -> tuple[Unit, str] | None:
+    unit = entry[0]() if entry is not None else None
+    return None if entry is None or unit is None else (unit, entry[1])
 
 
 REGISTRY = Registry()

@@ -91,16 +91,19 @@ class Arguments:
             )
         return accelerator.type
 
+    def choose_device(self) -> None:
+        """Make the accelerator that `device_id` names the current one."""
+        index = self.device_id.index if isinstance(self.device_id, torch.device) else self.device_id
+        if not isinstance(index, int) or not torch.accelerator.is_available():
+            return
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and self.device_type == accelerator.type:
+            torch.accelerator.set_device_index(index)
+
     def check_device(self, device: torch.device) -> None:
-        """Refuse a `device_id` other than the device to train on, and offload from an accelerator."""
-        named = self.device_id.index if isinstance(self.device_id, torch.device) else self.device_id
+        """Refuse a `device_id` of another type than the device to train on, and offload from an accelerator."""
         if isinstance(self.device_id, torch.device) and self.device_id.type != device.type:
             raise ValueError(f"device_id is {self.device_id}, but the mesh is on {device.type}")
-        if named is not None and device.type != "cpu" and named != device.index:
-            raise ValueError(
-                f"device_id names device {named}, but the current device is {device}; call "
-                f"torch.accelerator.set_device_index({named}) before"
-            )
         if self.cpu_offload.offload_params and device.type != "cpu":
             raise ValueError(
                 f"CPUOffload(offload_params=True) on {device.type} is not supported in this version; leave it out "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import UninitializedError
 from fullshard.runtime.module import FSDPModule
+from fullshard.runtime.values.sync import raise_alike
 from fullshard.wrapper.places import LeftAlone, Ties
 
 
@@ -32,12 +34,36 @@ def own_parts(module: nn.Module, ignored: Iterable[nn.Module]) -> dict[str, nn.M
     return parts
 
 
+def fill_alike(
+    module: nn.Module,
+    left: LeftAlone,
+    init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+    sources: Sequence[dist.ProcessGroup],
+) -> None:
+    """As `fill`, before values come from the first rank, which alone needs them: what it raises, every rank raises.
+
+    Args:
+        module: As of `fill`.
+        left: As of `fill`.
+        init_fn: As of `fill`.
+        device: As of `fill`.
+        sources: Groups over which the first rank's values will be broadcast.
+    """
+    error: ValueError | UninitializedError | None = None
+    try:
+        fill(module, left, init_fn, device, values_follow=any(group.rank() for group in sources))
+    except (ValueError, UninitializedError) as problem:
+        error = problem
+    raise_alike(error, sources)
+
+
 def fill(
     module: nn.Module,
     left: LeftAlone,
     init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
-    values_follow: bool,
+    values_follow: bool = False,
 ) -> None:
     """Give the parameters and buffers of a module that are on the meta device memory and values.
 

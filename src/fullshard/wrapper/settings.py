@@ -103,7 +103,7 @@ class StateDictType(Enum):
 
     Attributes:
         FULL_STATE_DICT: Whole tensors, as of the unwrapped module.
-        LOCAL_STATE_DICT: This rank's local tensors.
+        LOCAL_STATE_DICT: As SHARDED_STATE_DICT: views of this rank's rows without a copy, for files of each rank.
         SHARDED_STATE_DICT: `DTensor`s, for `torch.distributed.checkpoint`.
     """
 
@@ -136,7 +136,7 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """For `LOCAL_STATE_DICT`."""
+    """For `LOCAL_STATE_DICT`; values are `DTensor`s, too."""
 
 
 @dataclass
@@ -170,7 +170,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For `LOCAL_STATE_DICT`."""
+    """For `LOCAL_STATE_DICT`; values are `DTensor`s, too."""
 
     offload_to_cpu: bool = False
 

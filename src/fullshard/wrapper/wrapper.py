@@ -30,7 +30,7 @@ from fullshard.runtime.whole.summon import full_parameters
 from fullshard.wrapper.arguments import Arguments
 from fullshard.wrapper.auto_wrap import auto_wrap
 from fullshard.wrapper.comm_hook import CommHook
-from fullshard.wrapper.filling import cast_buffers, fill
+from fullshard.wrapper.filling import cast_buffers, fill, fill_alike
 from fullshard.wrapper.made_with import MadeWith
 from fullshard.wrapper.optim_state import OptimizerStates
 from fullshard.wrapper.places import LeftAlone, ignored_in
@@ -55,7 +55,7 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates, MadeWith):
         ignored_modules: Modules whose parameters and buffers stay as they are: neither sharded, moved nor averaged.
         param_init_fn: Called with each module that is not wrapped yet if any of them holds something on the meta
             device; default calls `reset_parameters` of those that do.
-        device_id: Device to train on; it must be the current one.
+        device_id: Device to train on; an accelerator becomes the current one.
         sync_module_states: Start from rank 0's parameters and buffers.
         forward_prefetch: Accepted; see `backward_prefetch`.
         limit_all_gathers: Accepted; the engine always bounds what is gathered ahead.
@@ -150,8 +150,10 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates, MadeWith):
         for each in inner:
             each._is_nested = each._shielded = True
         sources = [g for g in (place.replicate_group, place.shard_group) if g is not None]
-        follows = arguments.sync_module_states and any(group.rank() for group in sources)
-        fill(module, left, arguments.param_init_fn, place.device, values_follow=follows)
+        if arguments.sync_module_states:
+            fill_alike(module, left, arguments.param_init_fn, place.device, sources)
+        else:
+            fill(module, left, arguments.param_init_fn, place.device)
         for each in inner:
             each._shielded = False
         if arguments.sync_module_states:
@@ -352,6 +354,7 @@ def _check_module(module: object) -> None:
 
 
 def _place(arguments: Arguments) -> Place:
+    arguments.choose_device()  # first: making a mesh looks at the current device
     mesh = strategy_mesh(
         arguments.sharding_strategy, arguments.process_group, arguments.device_mesh, arguments.device_type
     )

@@ -48,6 +48,14 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, parameters: list[torch.Tenso
                 f"{found[1]!r}, which the model no longer uses, so training would change nothing. "
                 "Build the optimizer after sharding, from model.parameters()."
             )
+        lent = REGISTRY.unit_that_lent(parameter)
+        if lent is not None:
+            raise StaleOptimizerError(
+                f"this {type(optimizer).__name__} was built inside full_parameters or summon_full_params: it holds the "
+                f"full parameter {lent[1]!r} that was shown there, which the model no longer uses, so training would "
+                "change nothing. Build the optimizer outside of the context, from model.parameters(); to train a full "
+                "parameter by itself, make one of its own: nn.Parameter(parameter.detach().clone())"
+            )
     shown = {id(full) for unit in list(REGISTRY.hooks) for flow in unit.flows for full in flow.buffers.full}
     if any(id(parameter) in shown for parameter in parameters):
         raise StaleOptimizerError(

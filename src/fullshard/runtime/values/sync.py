@@ -44,6 +44,22 @@ def broadcast_module_states(
             _broadcast(tensor, group, device, name)
 
 
+def raise_alike(error: ValueError | UninitializedError | None, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raise what was found on any rank on every rank. All ranks must call it.
+
+    Args:
+        error: What this rank found.
+        groups: The axes of the mesh; what one rank found travels along one after the other.
+    """
+    found = None if error is None else (type(error).__name__, str(error))
+    for group in groups:
+        found = next((each for each in exchange(found, group) if each is not None), None)
+    if error is not None:
+        raise error
+    if found is not None:
+        raise (UninitializedError if found[0] == UninitializedError.__name__ else ValueError)(found[1])
+
+
 def _check_same(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     lines = [f"{name!r}, shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors.items()]
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]

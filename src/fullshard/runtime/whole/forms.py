@@ -21,7 +21,6 @@ class Kind(Enum):
 
     FULL = "whole tensors"
     SHARDED = "DTensors"
-    LOCAL = "this rank's rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +47,22 @@ class Form:
             return whole.cpu() if self.offload_to_cpu else whole
         local = local_of(tensor).detach()
         local = local.cpu() if self.offload_to_cpu else local
-        return local if self.kind is Kind.LOCAL else sharded_like(tensor, local, local.new_empty(0))
+        return sharded_like(tensor, local, local.new_empty(0))
 
     def read(self, value: torch.Tensor, like: DTensor, fresh: bool = False) -> torch.Tensor:
-        """`value`, which was written in this form, as a `DTensor` like `like`. Does not communicate.
+        """`value`, which was written in any form, as a `DTensor` like `like`. Does not communicate.
 
         It may be a view of `value`, and then keeps all of it alive, unless it is to be `fresh`.
 
-        A value of another shape than the form asks for is returned as it is; who loads it says what does not fit.
+        A value of another shape than `like` is returned as it is; who loads it says what does not fit.
         """
         if isinstance(value, ShardedTensor):
             return of_chunks(value, like)
         if isinstance(value, DTensor):
             return value
-        shape = local_of(like).shape if self.kind is Kind.LOCAL else like.shape
-        if value.shape != shape:
+        if value.shape != like.shape:
             return value
-        local = value if self.kind is Kind.LOCAL else part_of_full(like, value)
+        local = part_of_full(like, value)
         own = local_of(like).device
         device = like.device_mesh.device_type if own.type == "meta" else own
         return sharded_like(like, local.to(device, copy=fresh), local.new_empty(0, device=device))

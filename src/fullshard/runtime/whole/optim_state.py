@@ -25,7 +25,7 @@ from fullshard.runtime.collectives import broadcast_from_first, exchange
 from fullshard.runtime.failures.postmortem import explained
 from fullshard.runtime.names import plain_name
 from fullshard.runtime.values.loading import refuse_rows_of_others
-from fullshard.runtime.whole.forms import Form, Kind, keeps_values, of_chunks
+from fullshard.runtime.whole.forms import Form, keeps_values, of_chunks
 from fullshard.runtime.whole.tensors import Gatherer
 
 StateDict = dict[str, Any]
@@ -193,7 +193,7 @@ class _Reader:
             return value.clone()
         if isinstance(has, DTensor):
             like = has
-        elif value.shape == parameter.shape or self.form.kind is Kind.LOCAL:
+        elif value.shape == parameter.shape:
             like = parameter
         else:  # a factor of another shape, made from the gradient: every rank holds all of it
             everywhere = [Replicate()] * parameter.device_mesh.ndim
@@ -203,7 +203,7 @@ class _Reader:
         if not isinstance(made, DTensor):
             raise ValueError(
                 f"optimizer state {kind!r} of parameter {name!r} has shape {tuple(value.shape)}, but this optimizer "
-                f"needs shape {tuple(like.shape)} ({self.form.kind.value})"
+                f"needs shape {tuple(like.shape)}"
             )
         return made
 

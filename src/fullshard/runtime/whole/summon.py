@@ -76,6 +76,8 @@ def full_parameters(
         yield
     finally:
         held = [unit.take_back(parameters) for unit, parameters in zip(units, lent, strict=True)]
+        for unit, parameters in zip(units, lent, strict=True):
+            REGISTRY.note_lent(unit, parameters)
         if writeback:
             _write_back(units, held, with_grads)
 
