@@ -192,6 +192,37 @@ def test_optimizer_that_had_stepped_before_sharding(cluster: Cluster) -> None:
     cluster.run(check_optimizer_that_was_fine)
 
 
+def check_parameter_gone(rank: int, how: str, stepped: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    if stepped:
+        model(torch.ones(1, 4)).sum().backward()
+    weight = model[1].weight
+    if how == "deleted":
+        del model[1].weight
+    elif how == "none":
+        model[1].weight = None
+    else:
+        nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    for _ in range(2):
+        with pytest.raises(
+            MisuseError, match=r"parameter 'weight' .* no parameter 'weight' any more.*before fully_shard"
+        ):
+            model(torch.ones(1, 4))
+    if how != "parametrized":
+        model[1].weight = weight
+        model(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("how", ["deleted", "none", "parametrized"])
+def test_parameter_that_is_gone_after_sharding(cluster: Cluster, how: str, stepped: bool) -> None:
+    """Every rank raises the same before anything is sent; with the parameter back training goes on."""
+    cluster.run(check_parameter_gone, how, stepped)
+
+
 def check_ranks_disagree(rank: int, kind: str) -> None:
     width = 8 if kind != "shape" or rank == 0 else 12
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))

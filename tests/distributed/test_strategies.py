@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import Setup, check_reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -250,3 +251,23 @@ def parameter_bytes(engine: Engine) -> int:
 def test_memory_and_traffic_are_as_documented(cluster: Cluster, strategy: str) -> None:
     for found in cluster.run(measure, strategy, world_size=4):
         assert dict(zip(COLUMNS, found, strict=True)) == dict(zip(COLUMNS, documented()[strategy], strict=True))
+
+
+def check_one_secondary_group(rank: int) -> None:
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for block in model:
+        fully_shard(block, reshard_after_forward=2)
+    fully_shard(model)
+    assert len(groups) == before + 1
+    model(torch.ones(1, 4)).sum().backward()
+    units = [block.__dict__["_fullshard"].unit for block in model]
+    (secondary,) = {unit.place.secondary for unit in units}
+    assert dist.get_process_group_ranks(secondary) == ([0, 1] if rank < 2 else [2, 3])
+    assert len({unit.links.secondary for unit in units}) == 1
+
+
+def test_units_share_the_group_of_a_smaller_world(cluster: Cluster) -> None:
+    """`reshard_after_forward=int` makes one group for all units, not one a unit: groups cost memory and sockets."""
+    cluster.run(check_one_secondary_group, world_size=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -85,6 +85,27 @@ class Half(torch.Tensor):
             return None
         full = gathered.to(param_dtype)
         return full, (gathered, full)
+
+
+class HalfWithoutTrimming(Half):
+    """Refills `out` with all that came, as is usual where rows divide evenly."""
+
+    rows: ClassVar[list[tuple[int, int | None]]] = []  # of outputs, of `out`
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return pytree.tree_map_only(Half, lambda half: cls(half.data_inside), result)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        self.rows.append((len(outputs[0]), None if out is None else len(out)))
+        if out is None:
+            return super().fsdp_post_all_gather(outputs, metadata, param_dtype)
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            out.copy_(outputs[0])
+        return None
 
 
 class Codes(torch.Tensor):
@@ -238,6 +259,28 @@ def check_half(rank: int, rows: int, precision: torch.dtype | None) -> None:
 @pytest.mark.parametrize(("rows", "precision"), [(4, None), (5, None), (4, torch.bfloat16)])
 def test_trainable_subclass_trains_as_with_torch(cluster: Cluster, rows: int, precision: torch.dtype | None) -> None:
     cluster.run(check_half, rows, precision)
+
+
+def check_refill(rank: int, rows: int) -> None:
+    HalfWithoutTrimming.rows.clear()
+    torch.manual_seed(6)
+    layer = nn.Linear(WIDTH, rows)
+    weight = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(HalfWithoutTrimming(weight))
+    fully_shard(layer)
+    data = torch.randn(3, WIDTH)
+    expected = nn.functional.linear(data, weight.bfloat16().float(), layer.bias.full_tensor())
+    for _ in range(2):
+        torch.testing.assert_close(layer(data), expected)
+        layer.reshard()
+    padded = rows + rows % 2
+    assert HalfWithoutTrimming.rows == [(padded, None), (rows, rows), (rows, rows)]
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_outputs_have_the_rows_of_the_tensor_that_they_refill(cluster: Cluster, rows: int) -> None:
+    """`out.copy_(outputs[0])` works for uneven rows, too; torch's engine passes padded outputs there, which raises."""
+    cluster.run(check_refill, rows)
 
 
 class Scaled(nn.Parameter):

@@ -35,6 +35,7 @@ class Registry:
         hooks: Unit -> its hooks, for what is asked of a module that is not itself sharded.
         unfilled: Buffer that was materialized from meta -> its version at that moment.
         meshes: (process groups, device type, axes) -> the mesh that was made of them, until one is destroyed.
+        secondary: (shard group, ranks) -> the smaller group for `reshard_after_forward=int`, until one is destroyed.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Registry:
         self.unfilled: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
         self.meshes: dict[tuple[tuple[dist.ProcessGroup, ...], str, Axes], DeviceMesh] = {}
+        self.secondary: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:

@@ -9,7 +9,8 @@ under the same storages, which autograd may have saved (see the note in `storage
 `fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)` -> (tensors to gather, metadata); older ones
 take the mesh only. `fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)` -> (full tensor, inner tensors
 whose memory may go with the full buffer) at first, and afterwards, with `out` the full parameter made then, nothing: it
-must refill what that one consists of.
+must refill what that one consists of. Where rows do not divide evenly the outputs have the rows that pad the last
+ranks' at first, and with `out` no more rows than `out`.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ class _Output:
         """Bytes of one rank's input."""
         return self.shape.numel() * self.dtype.itemsize
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self, rows_at_most: int | None = None) -> torch.Tensor:
         """All ranks' inputs along dim 0; for the user, with a version counter of its own."""
         rows = (self.shape[0] * self.size, *self.shape[1:]) if self.shape else (self.size,)
+        if rows_at_most is not None:
+            rows = (min(rows[0], rows_at_most), *rows[1:])
         made = torch.empty(0, dtype=self.dtype, device=self.storage.device)
         return made.set_(self.storage, 0, rows, contiguous_stride(rows))
 
@@ -89,6 +92,7 @@ class _Extension:
     dress: Dress
     sharded: nn.Parameter
     slot: Slot
+    takes_mesh_only: bool  # its fsdp_pre_all_gather is an older one
     outputs: list[_Output] = field(default_factory=list)
     metadata: Any = None
     inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)  # other memory of it, bytes
@@ -130,9 +134,10 @@ class ExtensionBuffers:
         self._precision = precision
         self._dtype = first.dtype
         self._parts = [
-            _Extension(spec, dress, sharded, slot)
+            _Extension(spec, dress, sharded, slot, _takes_mesh_only(local_of(sharded)))
             for spec, dress, (sharded, slot) in zip(specs, dresses, parameters, strict=True)
         ]
+        self._mesh = place.shard_mesh
         self._is_full = False
         self._gathering = False
 
@@ -235,8 +240,8 @@ class ExtensionBuffers:
 
     def _inputs(self, part: _Extension) -> list[torch.Tensor]:
         local: Any = local_of(part.sharded)
-        arguments: list[Any] = [self.place.shard_mesh]
-        if len(inspect.signature(local.fsdp_pre_all_gather).parameters) > 1:
+        arguments: list[Any] = [self._mesh]
+        if not part.takes_mesh_only:
             size = torch.Size(part.spec.shape)
             arguments += [size, contiguous_stride(size), module_of(part.slot), self._precision]
         inputs, part.metadata = local.fsdp_pre_all_gather(*arguments)
@@ -272,10 +277,23 @@ class ExtensionBuffers:
             full = full.as_strided(size, contiguous_stride(size), 0)
         return part.dress.full(full)
 
-    def _post(self, part: _Extension, **out: Any) -> Any:
+    def _post(self, part: _Extension, out: nn.Parameter | None = None) -> Any:
         local: Any = local_of(part.sharded)
-        outputs = tuple(output.tensor() for output in part.outputs)
-        return local.fsdp_post_all_gather(outputs, part.metadata, self._dtype, **out)
+        if out is None:
+            outputs = tuple(output.tensor() for output in part.outputs)
+            return local.fsdp_post_all_gather(outputs, part.metadata, self._dtype)
+        # `out` has been cut to the parameter's rows, so that `out.copy_(outputs[0])` needs outputs cut alike.
+        rows = part.spec.rows if self._is_padded(part.spec) else None
+        outputs = tuple(output.tensor(rows) for output in part.outputs)
+        return local.fsdp_post_all_gather(outputs, part.metadata, self._dtype, out=out)
+
+    def _is_padded(self, spec: ParamSpec) -> bool:
+        """Whether the outputs end with rows that are not the parameter's."""
+        return spec.shard_dim == 0 and spec.rows % self.world.size != 0
+
+
+def _takes_mesh_only(local: Any) -> bool:
+    return len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1
 
 
 Buffers = FlatBuffers | ExtensionBuffers

@@ -1,4 +1,4 @@
-"""Device meshes for sharding strategies, from what a user has: a mesh, process groups, or nothing."""
+"""Device meshes and groups that units share, from what a user has: a mesh, process groups, or nothing."""
 
 from __future__ import annotations
 
@@ -132,12 +132,34 @@ def _made_once(groups: Groups, device_type: str, axes: Axes, make: Callable[[], 
     known must be the same on every rank: it is kept until a group is destroyed, not until nothing refers to it, which
     depends on the garbage collector of a rank.
     """
-    known, exist = REGISTRY.meshes, dist.distributed_c10d._world.pg_map
-    for old in [old for old in known if any(group not in exist for group in old[0])]:
+    known = REGISTRY.meshes
+    for old in [old for old in known if not _exist(*old[0])]:
         del known[old]
     key = (groups if isinstance(groups, tuple) else (groups,), device_type, axes)
     if key not in known:
         known[key] = make()
+    return known[key]
+
+
+def _exist(*groups: dist.ProcessGroup) -> bool:
+    """Whether none of the groups has been destroyed."""
+    return all(group in dist.distributed_c10d._world.pg_map for group in groups)
+
+
+def secondary_group(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
+    """Group of this rank and its neighbours on the shard axis, `size` in all, for `reshard_after_forward=size`.
+
+    Units on the same ranks share it, and it is kept, as the meshes of `_made_once` are and for the same reason.
+    """
+    known = REGISTRY.secondary
+    for old in [old for old, group in known.items() if not _exist(old[0], group)]:
+        del known[old]
+    rows = mesh.mesh.reshape(-1, size).tolist()
+    mine = next(ranks for ranks in rows if dist.get_rank() in ranks)
+    key = (mesh.get_group(mesh.ndim - 1), tuple(mine))
+    if key not in known:
+        # Only its own ranks make a group: ranks of other slices of a larger mesh (tensor parallel) have other rows.
+        known[key] = dist.new_group(mine, use_local_synchronization=True)
     return known[key]
 
 

@@ -15,7 +15,7 @@ from fullshard.core.spec import World
 from fullshard.runtime.collectives import TRANSPORTS, Transport
 from fullshard.runtime.device import BufferPool, default_device_type
 from fullshard.runtime.dtensors import concatenate
-from fullshard.runtime.params.meshes import ensure_process_group, replicate_mesh
+from fullshard.runtime.params.meshes import ensure_process_group, replicate_mesh, secondary_group
 
 
 @dataclass
@@ -194,7 +194,7 @@ def make_place(
     after = after_forward(reshard_after_forward, mesh.size(-1))
     secondary = None
     if reshard_after_forward is not None and after is AfterForward.SHRINK:
-        secondary = _secondary_group(mesh, reshard_after_forward)
+        secondary = secondary_group(mesh, reshard_after_forward)
     return Place(mesh, _world(mesh), _device(mesh), transport, secondary, spmd)
 
 
@@ -209,7 +209,7 @@ def other_place(mesh: DeviceMesh, like: Place, name: str) -> Place:
                 f"reshard_after_forward={size} must divide every shard axis of the unit, but shard_placement_fn puts "
                 f"parameter {name!r} on one of {mesh.size(-1)} ranks"
             )
-        secondary = _secondary_group(mesh, size)
+        secondary = secondary_group(mesh, size)
     return Place(mesh, _world(mesh), like.device, like.transport, secondary)
 
 
@@ -282,12 +282,3 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, but the world has "
             f"{dist.get_world_size()} ranks; build a mesh that covers every rank that calls fully_shard"
         )
-
-
-def _secondary_group(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
-    """Group of this rank and its neighbours on the shard axis, `size` in all, for `reshard_after_forward=size`."""
-    rows = mesh.mesh.reshape(-1, size).tolist()
-    mine = next(ranks for ranks in rows if dist.get_rank() in ranks)
-    # Only its own ranks make a group: ranks of other slices of a larger mesh (tensor parallel) have other rows.
-    group: dist.ProcessGroup = dist.new_group(mine, use_local_synchronization=True)
-    return group

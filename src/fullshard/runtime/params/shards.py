@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.layout import FlatLayout, Region, plan_layout
 from fullshard.core.spec import ParamSpec
+from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, set_local
 from fullshard.runtime.params.describe import Found, Slot, has_protocol, own_part
 from fullshard.runtime.params.dress import Dress
@@ -108,10 +109,11 @@ def adopt_registered(members: list[Member]) -> list[Member]:
 
     Raises:
         ValueError: The new parameter is not a DTensor of the same shape and placements.
+        MisuseError: A parameter is not registered any more.
     """
     changed = []
     for member in members:
-        found = {id(p): p for slot in member.slots if (p := slot.registry.get(slot.name)) is not None}
+        found = {id(p): p for p in _registered(member)}
         news = [p for p in found.values() if p is not member.sharded]
         if not news:
             continue
@@ -126,6 +128,21 @@ def adopt_registered(members: list[Member]) -> list[Member]:
         member.sharded = new
         changed.append(member)
     return changed
+
+
+def _registered(member: Member) -> list[nn.Parameter]:
+    """What the modules hold in the member's places."""
+    found = []
+    for slot in member.slots:
+        parameter = slot.registry.get(slot.name)
+        if parameter is None:
+            raise MisuseError(
+                f"parameter {member.spec.name!r} was sharded, but its module has no parameter {slot.name!r} any more: "
+                "it was deleted or set to None after sharding, as torch.nn.utils.parametrize, prune and others do, "
+                "too. Do that before fully_shard or FSDP(...), or register the sharded parameter again"
+            )
+        found.append(parameter)
+    return found
 
 
 def _fits(new: torch.Tensor, old: torch.Tensor) -> bool:
