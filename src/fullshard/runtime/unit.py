@@ -165,9 +165,7 @@ class Unit:
         if not all(flow.is_intact() for flow in self.flows):
             return True
         # While full ones are registered nothing can be told from the modules.
-        return self.shown is Shown.SHARDED and any(
-            registry.get(name) is not own for registry, name, own, _ in self._swaps
-        )
+        return self.shown is Shown.SHARDED and any(held.get(name) is not own for held, name, own, _ in self._swaps)
 
     @property
     def links(self) -> Links:
