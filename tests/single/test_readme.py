@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_ten_lines_are_the_example() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     example = (ROOT / "examples" / "train_ten_lines.py").read_text()
-    assert len(blocks) == 1
+    assert len(blocks) == 2
     assert example.endswith(blocks[0])
 
 

@@ -17,7 +17,16 @@ from __future__ import annotations
 from enum import Enum
 
 
-class State(Enum):
+class Word(Enum):
+    """An enum for keys of tables that are looked up many times a step.
+
+    A member equals nothing but itself, so identity may be its hash; Enum's own is a function in Python.
+    """
+
+    __hash__ = object.__hash__
+
+
+class State(Word):
     """State of a unit's parameters."""
 
     SHARDED = "sharded"
@@ -39,7 +48,7 @@ class State(Enum):
         return self in (State.FORWARD, State.BACKWARD)
 
 
-class Step(Enum):
+class Step(Word):
     """A decision about one unit, made by the Scheduler from an event and the unit's policy."""
 
     PREFETCH = "prefetch for forward"
@@ -59,7 +68,7 @@ class Step(Enum):
     ABORT = "abort"
 
 
-class Op(Enum):
+class Op(Word):
     """What the runtime does for a unit. Nothing but the WAITs, DISCARD and FREE ever blocks.
 
     FREE completes whatever is still in flight for the unit before it gives memory back.

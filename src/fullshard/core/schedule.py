@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from fullshard.core.lifecycle import TABLE, Op, State, Step
+from fullshard.core.lifecycle import TABLE, Op, State, Step, Word
 from fullshard.core.order import LOOKAHEAD, ForwardOrder
 from fullshard.core.policy import AfterForward, SchedulePolicy, UnitPolicy
 from fullshard.errors import MisuseError
@@ -24,7 +23,7 @@ from fullshard.errors import MisuseError
 MAX_RECORD_PER_UNIT = 64
 
 
-class EventKind(Enum):
+class EventKind(Word):
     """What a hook or a method reports."""
 
     PRE_FORWARD = "pre-forward"
@@ -137,6 +136,8 @@ class Scheduler:
 
     def prefetched_bytes(self) -> int:
         """Bytes of full buffers that were gathered ahead of use."""
+        if State.PREFETCHED not in self.states:
+            return 0
         return sum(
             self.full_bytes[unit]
             for unit, state in enumerate(self.states)
@@ -375,6 +376,8 @@ class Scheduler:
         return full or unit in self._pinned or not self.full_bytes[unit]
 
     def _drop_prefetched(self, wanted: tuple[int, ...] = ()) -> None:
+        if State.PREFETCHED not in self.states:
+            return  # the usual case, without a walk over all units
         for unit, state in enumerate(self.states):
             if state is State.PREFETCHED and unit not in wanted and unit not in self._pinned:
                 self._move(unit, Step.RESHARD)
