@@ -139,9 +139,10 @@ def _run_rank(settings: Settings, place: Place, output: Output) -> int:
             return stop.exit_code
         raise
     except Exception as error:  # noqa: BLE001  whatever it is, the launcher must hear of it
-        cause = lost_peer(error) or error
+        lost = lost_peer(error)
+        cause = lost or error
         handler.record_exception(cause)
-        if cause is error and not isinstance(error, FullshardError):
+        if lost is None and not isinstance(error, FullshardError):
             traceback.print_exc()
         elif not output.launched:  # our own launcher prints what is in the file, once for all ranks
             _print_error(f"rank {place.rank}: {cause}")

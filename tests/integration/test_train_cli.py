@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fullshard.cli import main
+from fullshard.cli import _run_rank, main
+from fullshard.train.settings import load_settings
+from fullshard.train.worker import Output
+from fullshard.train.world import Place
 
 SOURCE = Path(__file__).parents[2] / "src"
 CONFIG = """
@@ -203,6 +206,23 @@ def test_signal_while_the_text_is_read_ends_promptly(
 def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost_peer"),
+    [("[pair.cc:537] Read error: Connection reset by peer. GLHF!", True), ("shapes do not match", False)],
+)
+def test_rank_that_lost_a_peer_prints_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, is_lost_peer: bool
+) -> None:
+    """Its message is the backend's own, from an exchange of the trainer; the cause is to be found at that peer."""
+
+    def fail(*_: object) -> int:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr("fullshard.cli.run_worker", fail)
+    assert _run_rank(load_settings(None), Place(), Output(launched=True)) == 1
+    assert ("Traceback" in capsys.readouterr().err) is not is_lost_peer
 
 
 def test_missing_checkpoint_is_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
