@@ -27,7 +27,7 @@ from fullshard.runtime.registry import REGISTRY
 if TYPE_CHECKING:
     from fullshard.runtime.engine import Engine
 
-# Numbers of the collectives of one unit and dtype, in the low bits of a tag. An all-reduce takes two; `whole.py`
+# Numbers of the collectives of one unit and dtype, in the low bits of a tag. An all-reduce takes two; `whole/`
 # has the next.
 _GATHER, _REDUCE, _ALL_REDUCE = 0, 1, 2
 

@@ -312,19 +312,7 @@ class FullyShardedDataParallel(FSDPModule, OptimizerStates, MadeWith):
 
     # Full parameters between steps
 
-    @staticmethod
-    @contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Iterator[None]:
-        """See `fullshard.full_parameters`."""
-        with full_parameters(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
-            yield
+    summon_full_params = staticmethod(full_parameters)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` with every submodule and with this one, while its unit's parameters are full; edits are kept.

@@ -16,8 +16,8 @@ from fullshard.runtime.collectives.base import (
     ReduceItem,
     Transport,
     command_tag,
-    time_limit,
     translate,
+    wait_for_ranks,
 )
 from fullshard.runtime.collectives.custom import AllGather, Custom, CustomAllReduce, ReduceScatter, check_comm
 from fullshard.runtime.collectives.direct import Direct
@@ -65,8 +65,11 @@ def make_transport(
             f"transport='direct' needs the Gloo backend, but the group's backend for {device.type} is {backend!r}: "
             "use transport='torch' (or 'auto')"
         )
-    direct = name == "direct" or (name == "auto" and backend == "gloo")
-    return Direct(group, device, pool) if direct else Native(group, device, streams)
+    return Direct(group, device, pool) if _is_direct(name, backend) else Native(group, device, streams)
+
+
+def _is_direct(name: str, backend: str) -> bool:
+    return name == "direct" or (name == "auto" and backend == "gloo")
 
 
 def separate_group(name: str, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
@@ -75,7 +78,7 @@ def separate_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
     Returns:
         None where transport `name` lets them pass each other anyway: direct exchange, whose messages carry tags.
     """
-    if name == "direct" or (name == "auto" and group._get_backend(device).name() == "gloo"):
+    if _is_direct(name, group._get_backend(device).name()):
         return None
     # Local synchronization: ranks of other shard groups need not take part.
     ranks = dist.get_process_group_ranks(group)
@@ -113,11 +116,5 @@ def sum_scalars(values: torch.Tensor, group: dist.ProcessGroup, what: str, large
     """Replace a small tensor by its sum (or maximum) over `group`, and wait for it; `what` it is, for messages."""
     if group.size() > 1:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        limit = time_limit(group._get_backend(values.device))
         work = dist.all_reduce(values, op=op, group=group, async_op=True)
-        try:
-            work.wait(limit)
-        except RuntimeError as error:
-            where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)}"
-            call = Call(what, "(all)", 0)
-            raise translate(error, call, where, limit.total_seconds()) from error
+        wait_for_ranks(work, group, values.device, Call(what, "(all)", 0))

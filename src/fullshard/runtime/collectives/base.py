@@ -123,6 +123,28 @@ def _own_limit(backend: Any) -> timedelta | None:
     return limit if isinstance(limit, timedelta) else None
 
 
+def wait_for_ranks(work: Any, group: dist.ProcessGroup, device: torch.device, call: Call, detail: str = "") -> None:
+    """Wait for a collective that is no command of a unit, at most for the time limit.
+
+    Args:
+        work: The collective.
+        group: Its ranks.
+        device: Of its tensors.
+        call: Names it in messages.
+        detail: What else to say, in brackets.
+
+    Raises:
+        CommunicationError: A rank did not take part within the time limit.
+    """
+    limit = time_limit(group._get_backend(device))
+    try:
+        work.wait(limit)
+    except RuntimeError as error:
+        where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)}"
+        where += f" ({detail})" if detail else ""
+        raise translate(error, call, where, limit.total_seconds()) from error
+
+
 def rank_chunks(tensor: torch.Tensor, chunk_numel: int, numel: int, size: int) -> list[torch.Tensor]:
     """Views of the first `numel` elements of a 1-D tensor, one a rank; late ones short or empty."""
     return [tensor[min(r * chunk_numel, numel) : min((r + 1) * chunk_numel, numel)] for r in range(size)]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
-from fullshard.runtime.collectives.base import Call, time_limit, translate
+from fullshard.runtime.collectives.base import Call, wait_for_ranks
 
 _Value = TypeVar("_Value")
 
@@ -40,15 +40,9 @@ def exchange(value: _Value, group: dist.ProcessGroup, what: str = "exchange") ->
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
     """A 1-D tensor of every rank, one after the other."""
-    limit = time_limit(group._get_backend(tensor.device))
     whole = tensor.new_empty(group.size() * tensor.numel())
     work = dist.all_gather_single(whole, tensor, group, async_op=True)
-    try:
-        work.wait(limit)
-    except RuntimeError as error:
-        where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)}"
-        call = Call(what, "(while building)", 0)
-        raise translate(error, call, where, limit.total_seconds()) from error
+    wait_for_ranks(work, group, tensor.device, Call(what, "(while building)", 0))
     return whole
 
 
@@ -65,10 +59,5 @@ def broadcast_from_first(tensor: torch.Tensor, group: dist.ProcessGroup, label: 
     """
     if group.size() == 1:
         return
-    limit = time_limit(group._get_backend(tensor.device))
     work = dist.broadcast(tensor, group_src=0, group=group, async_op=True)
-    try:
-        work.wait(limit)
-    except RuntimeError as error:
-        where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)} (tensor {label!r})"
-        raise translate(error, Call("broadcast", "(while building)", 0), where, limit.total_seconds()) from error
+    wait_for_ranks(work, group, tensor.device, Call("broadcast", "(while building)", 0), f"tensor {label!r}")

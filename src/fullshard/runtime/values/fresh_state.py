@@ -6,9 +6,10 @@ import sys
 from types import CodeType, FrameType
 
 import torch
-from torch.distributed.checkpoint import state_dict as tools
 
 from fullshard.runtime.registry import REGISTRY
+
+_TOOLS = "torch.distributed.checkpoint.state_dict"
 
 # Entries of the states of torch's optimizers -> what they are before the first step. The step of torch's tools is
 # taken at gradients and learning rate zero; it raises `step`, and weight decay that is added to gradients fills the
@@ -51,6 +52,8 @@ def undo_allocating_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_allocating() -> bool:
     """Whether torch's tools, and not the user, called `step`. Who called is exact, and the same on every rank."""
+    # Who has not imported the tools cannot have called them, and need not wait for that import.
+    tools = sys.modules.get(_TOOLS)
     code: CodeType | None = getattr(getattr(tools, "_init_optim_state", None), "__code__", None)
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_WRAPPERS):
