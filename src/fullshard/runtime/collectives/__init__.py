@@ -22,7 +22,7 @@ from fullshard.runtime.collectives.base import (
 from fullshard.runtime.collectives.custom import AllGather, Custom, CustomAllReduce, ReduceScatter, check_comm
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
-from fullshard.runtime.collectives.once import broadcast_from_first, exchange
+from fullshard.runtime.collectives.once import broadcast_from_first, exchange, exchange_flags
 from fullshard.runtime.collectives.postbox import exchange_posts, post
 from fullshard.runtime.device import BufferPool, Streams
 
@@ -42,6 +42,7 @@ __all__ = [
     "check_comm",
     "command_tag",
     "exchange",
+    "exchange_flags",
     "exchange_posts",
     "make_transport",
     "post",

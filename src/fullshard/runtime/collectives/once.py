@@ -1,8 +1,9 @@
-"""Exchanges that are made once, while a model is built: small objects, and whole tensors from the first rank."""
+"""Exchanges that are no command of a unit: small objects, flags, and whole tensors from the first rank."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -36,6 +37,19 @@ def exchange(value: _Value, group: dist.ProcessGroup, what: str = "exchange") ->
     padded[: data.numel()].copy_(data)
     rows = _gather(padded, group, what).view(len(sizes), -1).cpu().numpy()
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def exchange_flags(flags: Sequence[bool], group: dist.ProcessGroup, what: str) -> list[list[bool]]:
+    """Every rank's flags, as many on each, in the order of the group. One collective, where `exchange` takes two.
+
+    Raises:
+        CommunicationError: A rank did not take part within the time limit.
+    """
+    if group.size() == 1:
+        return [list(flags)]
+    own = torch.tensor(flags, dtype=torch.uint8, device=_get_object_coll_device(group))
+    rows: list[list[bool]] = _gather(own, group, what).view(group.size(), -1).bool().tolist()
+    return rows
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:

@@ -7,10 +7,9 @@ from typing import Literal, TypeVar
 
 import torch.distributed as dist
 
-from fullshard.runtime.collectives import exchange
+from fullshard.runtime.collectives import exchange_flags
 
 _Batch = TypeVar("_Batch")
-_Value = TypeVar("_Value")
 _MODES = ("join", "shortest")
 
 
@@ -32,7 +31,8 @@ def even_batches(
     Args:
         batches: This rank's batches.
         mode: "join" goes on until the last rank has run out; a rank that ran out earlier gets its last batch again,
-            with share 0, so that it takes part but adds nothing. "shortest" ends when the first rank has run out.
+            with share 0, so that it takes part but adds nothing (its loss must be finite for that). "shortest" ends
+            when the first rank has run out.
         divide_by_initial_world_size: True: gradients are the sum of the remaining ranks' over the number of all ranks,
             as with torch's `Join`. False: they are the mean over the ranks that still have batches.
         group: Ranks that run the model together; default all.
@@ -54,7 +54,7 @@ def even_batches(
                 latest = [next(iterator)]
             except StopIteration:
                 more = False
-        flags = _everywhere((more, bool(latest)), group)
+        flags = _everywhere([more, bool(latest)], group)
         active = sum(has_more for has_more, _ in flags)
         if active == 0 or (mode == "shortest" and active < len(flags)):
             return
@@ -74,9 +74,9 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     while any_rank(not finished):
         logits = model(tokens)  # also on ranks that have finished, which leave the result alone
     """
-    return any(_everywhere(bool(flag), group))
+    return any(found for (found,) in _everywhere([bool(flag)], group))
 
 
-def _everywhere(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:
+def _everywhere(flags: list[bool], group: dist.ProcessGroup | None) -> list[list[bool]]:
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    return [value] if group is None else exchange(value, group, "agreement on a step")
+    return [flags] if group is None else exchange_flags(flags, group, "agreement on a step")
