@@ -390,7 +390,7 @@ SCHEDULE = [
     Mutation(
         "a recomputation that was stopped early leaves its unit in forward",
         "schedule",
-        "            if not self._depth[unit]:\n                self._move(unit, Step.EXIT_HOLD)\n            return\n",
+        "            if not self.depths[unit]:\n                self._move(unit, Step.EXIT_HOLD)\n            return\n",
         "            return\n",
         _ANY_RUN,
         "full and nothing needs it",
@@ -412,7 +412,7 @@ SCHEDULE = [
     Mutation(
         "an inner unit that failed keeps its buffer",
         "schedule",
-        "        elif not self._depth[unit]:\n            self._move(unit, Step.ABORT)\n",
+        "        elif not self.depths[unit]:\n            self._move(unit, Step.ABORT)\n",
         "",
         _ANY_RUN,
         "keeps its buffer",
@@ -470,14 +470,14 @@ SCHEDULE = [
     Mutation(
         "a module that was running at an abort is counted below zero",
         "schedule",
-        "        if not self._depth[unit]:\n            return  # an ABORT came while it ran\n",
+        "        if not self.depths[unit]:\n            return  # an ABORT came while it ran\n",
         "",
         "test_abort_at_any_point_leads_to_rest",
     ),
     Mutation(
         "an abort leaves modules counted as running",
         "schedule",
-        "        self._depth = [0] * len(self.states)\n",
+        "            self.depths[unit] = 0\n",
         "",
         "test_abort_at_any_point_leads_to_rest",
     ),
@@ -588,7 +588,7 @@ SCHEDULE = [
     ),
     Mutation(
         "a log shows whole objects",
-        "schedule",
+        "events",
         'return f"{self.op.name} {self.unit}"',
         "return repr(self)",
         "test_commands_are_short_in_a_log",
@@ -599,6 +599,109 @@ SCHEDULE = [
         'raise AssertionError(f"unit {unit} in state',
         'return print(f"unit {unit} in state',
         "test_an_impossible_event_is_our_bug_and_says_so",
+    ),
+]
+
+_REPLAYED = "test_what_is_replayed_is_what_would_be_decided"
+_SETTLED = "test_a_settled_step_decides_nothing"
+
+REPLAY = [
+    Mutation(
+        "another event gets the answer of the one before",
+        "replay",
+        "here.after.get(event)",
+        "next(iter(here.after.values()), None)",
+        _REPLAYED,
+        "the answer to",
+    ),
+    Mutation(
+        "the Scheduler decides without the events that it missed",
+        "replay",
+        "        for event in reversed(missed):\n            self._scheduler.on(event)\n",
+        "",
+        _REPLAYED,
+    ),
+    Mutation(
+        "states stay behind",
+        "replay",
+        "            self.states[unit] = state\n",
+        "",
+        _REPLAYED,
+        "states after",
+    ),
+    Mutation(
+        "depths stay behind",
+        "replay",
+        "            self._depths[unit] = depth\n",
+        "",
+        _REPLAYED,
+        "depths after",
+    ),
+    Mutation(
+        "a step is answered as under other settings",
+        "replay",
+        "tuple(scheduler.policies), scheduler.policy, memory)",
+        "(), scheduler.policy, memory)",
+        _REPLAYED,
+        "the answer to",
+    ),
+    Mutation(
+        "the beginning of a step is known by the step before, whatever the settings",
+        "replay",
+        "        if policy != self._scheduler.policies[unit]:\n            self._leave_tree()\n",
+        "        if policy != self._scheduler.policies[unit]:\n            self._catch_up()\n",
+        "test_settings_that_come_back_decide_nothing",
+        "the answer to",
+    ),
+    Mutation(
+        "rest is told from what the Scheduler has heard",
+        "replay",
+        "        self._catch_up()\n        return self._scheduler.at_rest()\n",
+        "        return self._scheduler.at_rest()\n",
+        _REPLAYED,
+        "rest after",
+    ),
+    Mutation(
+        "an event that failed halfway leads where it would have led",
+        "replay",
+        "        self._at = None  # what an event that fails has done is not known\n",
+        "",
+        "test_an_event_that_fails_is_not_remembered",
+    ),
+    Mutation(
+        "what was seen is never forgotten",
+        "replay",
+        "        if self._nodes >= self._limit:\n            self._forget()\n",
+        "",
+        _REPLAYED,
+    ),
+    Mutation(
+        "a place where settings change is reached by deciding all of the step again",
+        "replay",
+        "self._at.memory = self._at.memory or self._scheduler.save()",
+        "pass",
+        "test_settings_that_come_back_decide_nothing",
+    ),
+    Mutation(
+        "every forward of the root begins a tree of its own",
+        "replay",
+        "found = self._beginnings.get(key)",
+        "found = None",
+        "test_settings_that_come_back_decide_nothing",
+    ),
+    Mutation(
+        "a forward of the root is not where situations are compared",
+        "replay",
+        "event.unit == 0 and not self._depths[0]:",
+        "event.unit == -1:",
+        _SETTLED,
+    ),
+    Mutation(
+        "the Scheduler remembers something that is not saved",
+        "schedule",
+        "        self._out: list[Command] = []\n",
+        "        self._out: list[Command] = []\n        self._new = 0\n",
+        "test_everything_a_scheduler_remembers_is_saved",
     ),
 ]
 
@@ -710,4 +813,4 @@ SETTINGS_AND_NUMBERS = [
     ),
 ]
 
-MUTATIONS = [*LAYOUT, *GROUPING_AND_SPEC, *TABLE, *SCHEDULE, *SETTINGS_AND_NUMBERS]
+MUTATIONS = [*LAYOUT, *GROUPING_AND_SPEC, *TABLE, *SCHEDULE, *REPLAY, *SETTINGS_AND_NUMBERS]

@@ -304,6 +304,15 @@ class Simulator:
         )
 
 
+def policies_of(core: Core, settings: tuple[Setting, ...]) -> list[Any]:
+    """Settings of a trace as those of the core under test."""
+    policy = core.policy
+    return [
+        policy.UnitPolicy(policy.AfterForward[s.after_forward], *(getattr(s, name) for name in _SETTINGS))
+        for s in settings
+    ]
+
+
 class Runner:
     """A Scheduler of the core under test, with a simulator that executes and checks what it says."""
 
@@ -311,24 +320,17 @@ class Runner:
         self.core = core
         self.case = case
         self.scheduler = core.schedule.Scheduler(
-            case.model.full_bytes, self._policies(case.settings), core.policy.SchedulePolicy(**case.engine)
+            case.model.full_bytes, policies_of(core, case.settings), core.policy.SchedulePolicy(**case.engine)
         )
         self.simulator = Simulator(case.model, case.engine, case.settings)
         for item in [NewSettings(case.settings), *case.trace]:
             if isinstance(item, NewSettings):
                 self.simulator.note_settings(item.settings)
 
-    def _policies(self, settings: tuple[Setting, ...]) -> list[Any]:
-        policy = self.core.policy
-        return [
-            policy.UnitPolicy(policy.AfterForward[s.after_forward], *(getattr(s, name) for name in _SETTINGS))
-            for s in settings
-        ]
-
     def feed(self, item: Item) -> list[tuple[str, int]]:
         """Take one item of a trace; returns the commands as (name of op, unit)."""
         if isinstance(item, NewSettings):
-            self.scheduler.policies[:] = self._policies(item.settings)
+            self.scheduler.policies[:] = policies_of(self.core, item.settings)
             self.simulator.settings = item.settings
             return []
         self.simulator.before(item)

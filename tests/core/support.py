@@ -22,7 +22,9 @@ import fullshard.core
 
 CORE_FOLDER = Path(fullshard.core.__file__).parent
 # In the order in which they may import each other.
-CORE_MODULES = ("spec", "layout", "grouping", "lifecycle", "policy", "order", "schedule", "scaling", "cost")
+CORE_MODULES = (
+    *("spec", "layout", "grouping", "lifecycle", "policy", "order", "events", "schedule", "replay", "scaling", "cost"),
+)
 
 
 class Core:
@@ -39,7 +41,9 @@ class Core:
         self.grouping: Any = modules["grouping"]
         self.lifecycle: Any = modules["lifecycle"]
         self.policy: Any = modules["policy"]
+        self.events: Any = modules["events"]
         self.schedule: Any = modules["schedule"]
+        self.replay: Any = modules["replay"]
         self.scaling: Any = modules["scaling"]
         self.cost: Any = modules["cost"]
 

@@ -6,12 +6,23 @@ import re
 
 import pytest
 
-from core import test_cost, test_grouping, test_layout, test_policy, test_scaling, test_schedule, test_spec
+from core import (
+    test_cost,
+    test_grouping,
+    test_layout,
+    test_policy,
+    test_replay,
+    test_scaling,
+    test_schedule,
+    test_spec,
+)
 from core.mutations import MUTATIONS, Mutation
 from core.support import PROPERTIES, Core, source_of
 
 # Importing them has registered their properties.
-WITH_PROPERTIES = (test_cost, test_grouping, test_layout, test_policy, test_scaling, test_schedule, test_spec)
+WITH_PROPERTIES = (
+    *(test_cost, test_grouping, test_layout, test_policy, test_replay, test_scaling, test_schedule, test_spec),
+)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[f"{m.module}: {m.name}" for m in MUTATIONS])

@@ -12,69 +12,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from fullshard.core.lifecycle import TABLE, Op, State, Step, Word
+from fullshard.core.events import Command, Event, EventKind
+from fullshard.core.lifecycle import TABLE, Op, State, Step
 from fullshard.core.order import LOOKAHEAD, ForwardOrder
 from fullshard.core.policy import AfterForward, SchedulePolicy, UnitPolicy
 from fullshard.errors import MisuseError
+
+__all__ = ["Command", "Event", "EventKind", "Memory", "Scheduler"]
 
 # Forwards whose backward never comes (evaluation with gradients enabled) must not let the record grow without bound.
 MAX_RECORD_PER_UNIT = 64
 
 
-class EventKind(Word):
-    """What a hook or a method reports."""
-
-    PRE_FORWARD = "pre-forward"
-    POST_FORWARD = "post-forward"
-    PRE_BACKWARD = "pre-backward"
-    POST_BACKWARD = "post-backward"
-    END_BACKWARD = "end of backward"
-    FORWARD_FAILED = "forward raised"
-    UNSHARD = "unshard"
-    SETTLE = "wait for an unshard"
-    RESHARD = "reshard"
-    CHANGED = "parameters changed"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One report.
-
-    Attributes:
-        kind: What happened.
-        unit: To which unit; -1 for events of the whole engine.
-        will_backward: POST_FORWARD: the output requires gradients, so a backward is expected.
-        more: POST_FORWARD: other modules of the same unit have not run yet in this step.
-        inside_backward: PRE_FORWARD, POST_FORWARD, FORWARD_FAILED: autograd is running (recomputation), or the
-            parameters are used outside of a forward. ABORT: it is a backward that failed.
-        reducible: POST_BACKWARD: the unit has parameters that require gradients.
-        units: END_BACKWARD: units that hold full gradients which no POST_BACKWARD has reported. CHANGED: units whose
-            shards were not written.
-        last: END_BACKWARD: wait for all reductions.
-    """
-
-    kind: EventKind
-    unit: int = -1
-    will_backward: bool = False
-    more: bool = False
-    inside_backward: bool = False
-    reducible: bool = True
-    units: tuple[int, ...] = ()
-    last: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One thing for the runtime to do to one unit."""
-
-    op: Op
-    unit: int
-
-    def __str__(self) -> str:
-        return f"{self.op.name} {self.unit}"
+# What a Scheduler remembers between events, to be compared, and to be put back.
+Memory = tuple[Any, ...]
 
 
 class Scheduler:
@@ -84,6 +37,11 @@ class Scheduler:
         full_bytes: Bytes of each unit's full buffers, in the order of the module tree.
         policies: Settings of each unit; the caller may replace entries between events.
         policy: Settings of the engine.
+
+    Attributes:
+        states: Of each unit.
+        depths: Of each unit: how many of its forwards are running.
+        moved: Units whose state or depth the latest event may have changed, beside its own.
     """
 
     def __init__(self, full_bytes: Sequence[int], policies: list[UnitPolicy], policy: SchedulePolicy) -> None:
@@ -93,7 +51,8 @@ class Scheduler:
         self.policies = policies
         self.policy = policy
         self.states = [State.SHARDED] * len(full_bytes)
-        self._depth = [0] * len(full_bytes)
+        self.depths = [0] * len(full_bytes)
+        self.moved: set[int] = set()
         self._order = ForwardOrder(list(range(len(full_bytes))))
         # Units that left forward with a backward to come, in that order; backward takes them from the end.
         self._to_backward: list[int] = []
@@ -119,8 +78,24 @@ class Scheduler:
     def on(self, event: Event) -> tuple[Command, ...]:
         """Take one event and return the commands that answer it, in the order in which they are to be executed."""
         self._out = []
+        self.moved.clear()
         self._handlers[event.kind](event)
         return tuple(self._out)
+
+    def save(self) -> Memory:
+        """What is remembered now. The next answers follow from it and the settings."""
+        order = self._order
+        lists: tuple[Sequence[Any], ...] = (
+            *(self.states, self.depths, order.expected, order.recorded, self._to_backward, self._reducing),
+        )
+        return (*(tuple(each) for each in lists), order.position, frozenset(self._pinned))
+
+    def load(self, memory: Memory) -> None:
+        """Remember what was remembered when it was saved."""
+        states, depths, expected, recorded, to_backward, reducing, position, pinned = memory
+        self.states[:], self.depths[:] = states, depths
+        self._order = ForwardOrder(list(expected), position, list(recorded))
+        self._to_backward, self._reducing, self._pinned = list(to_backward), list(reducing), set(pinned)
 
     def at_rest(self) -> bool:
         """Whether every unit is sharded and nothing is in flight."""
@@ -128,11 +103,11 @@ class Scheduler:
 
     def runs(self, unit: int) -> bool:
         """Whether the forward of `unit` is running."""
-        return self._depth[unit] > 0
+        return self.depths[unit] > 0
 
     def in_use(self) -> list[int]:
         """Units whose forward is running."""
-        return [unit for unit, depth in enumerate(self._depth) if depth]
+        return [unit for unit, depth in enumerate(self.depths) if depth]
 
     def prefetched_bytes(self) -> int:
         """Bytes of full buffers that were gathered ahead of use."""
@@ -148,11 +123,11 @@ class Scheduler:
 
     def _pre_forward(self, event: Event) -> None:
         unit = event.unit
-        self._depth[unit] += 1
+        self.depths[unit] += 1
         if self.states[unit] is State.BACKWARD or event.inside_backward:
             self._move(unit, Step.ENTER_FORWARD)
             return
-        if unit == 0 and self._depth[0] == 1:
+        if unit == 0 and self.depths[0] == 1:
             self._order.begin()
         self._order.enter(unit, MAX_RECORD_PER_UNIT * len(self.states))
         self._move(unit, Step.ENTER_FORWARD)
@@ -162,10 +137,10 @@ class Scheduler:
 
     def _post_forward(self, event: Event) -> None:
         unit = event.unit
-        if not self._depth[unit]:
+        if not self.depths[unit]:
             return  # an ABORT came while it ran
-        self._depth[unit] -= 1
-        if self._depth[unit]:
+        self.depths[unit] -= 1
+        if self.depths[unit]:
             return
         # What is recomputed stays full until its backward, and its first forward is on the list already.
         if event.will_backward and not event.inside_backward:
@@ -228,7 +203,7 @@ class Scheduler:
         first = self.states[unit] is not State.BACKWARD
         if self.policies[unit].unshard_in_backward:
             self._move(unit, Step.ENTER_BACKWARD)
-        if not first or self._depth[unit]:
+        if not first or self.depths[unit]:
             return
         for i in range(len(self._to_backward) - 1, -1, -1):
             if self._to_backward[i] == unit:
@@ -296,17 +271,17 @@ class Scheduler:
     def _forward_failed(self, event: Event) -> None:
         """A forward raised: an inner unit lets go of its buffers, the outermost one aborts the step."""
         unit = event.unit
-        if not self._depth[unit]:
+        if not self.depths[unit]:
             return
-        self._depth[unit] -= 1
+        self.depths[unit] -= 1
         if self.states[unit] is State.BACKWARD or event.inside_backward:
             # Activation checkpointing ends a recomputation early by raising; a real failure ends the backward itself.
-            if not self._depth[unit]:
+            if not self.depths[unit]:
                 self._move(unit, Step.EXIT_HOLD)
             return
         if not self.in_use():
             self._abort(event)
-        elif not self._depth[unit]:
+        elif not self.depths[unit]:
             self._move(unit, Step.ABORT)
 
     def _unshard(self, event: Event) -> None:
@@ -338,9 +313,9 @@ class Scheduler:
             self._drain()  # of an earlier backward, complete and not waited for: its gradients are good
         for unit in range(len(self.states)):
             self._move(unit, Step.ABORT)
+            self.depths[unit] = 0
         self._reducing.clear()
         self._to_backward.clear()
-        self._depth = [0] * len(self.states)
         self._order.recorded = []
         self._order.position = 0
 
@@ -388,6 +363,7 @@ class Scheduler:
         if entry is None:
             raise AssertionError(f"unit {unit} in state {self.states[unit].value!r} cannot {step.value!r}")
         self.states[unit], ops = entry
+        self.moved.add(unit)
         if self.states[unit] is not State.PREFETCHED:
             self._pinned.discard(unit)
         for op in ops:

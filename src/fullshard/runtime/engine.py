@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fullshard.core.lifecycle import Op, State
 from fullshard.core.policy import SchedulePolicy, UnitPolicy
+from fullshard.core.replay import Replay
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.collectives import Custom, CustomAllReduce, Transport, make_transport
@@ -90,13 +91,14 @@ class Engine:
             # Two units' gradients and what comes from them: about what is freed and allocated again within a step.
             keep_freed_host_memory(min(4 * max(sizes) + (64 << 20), _KEEP_AT_MOST_BYTES))
         replicated = any(flow.links.replicate is not None for unit in self.units for flow in unit.flows)
-        self.scheduler = Scheduler(sizes, [unit.policy for unit in self.units], SchedulePolicy(replicated=replicated))
+        policies = [unit.policy for unit in self.units]
+        self.scheduler = Replay(Scheduler(sizes, policies, SchedulePolicy(replicated=replicated)))
 
     # Settings
 
     def set_unit_policy(self, unit: Unit, policy: UnitPolicy) -> None:
         """Change the settings of one unit from the next event on."""
-        self.scheduler.policies[unit.index] = policy
+        self.scheduler.set_unit_policy(unit.index, policy)
 
     def resolve_prefetch(self, unit: Unit) -> None:
         """Turn the units that `unit` wants prefetched into indices; units of other engines are left out."""
@@ -110,11 +112,11 @@ class Engine:
 
     def sizes_changed(self) -> None:
         """A unit was cast: its full buffers have another size."""
-        self.scheduler.full_bytes = tuple(unit.full_bytes for unit in self.units)
+        self.scheduler.resize(tuple(unit.full_bytes for unit in self.units))
 
     def set_schedule(self, **changes: Any) -> None:
         """Change fields of the `SchedulePolicy`."""
-        self.scheduler.policy = replace(self.scheduler.policy, **changes)
+        self.scheduler.set_policy(replace(self.scheduler.policy, **changes))
 
     def set_debug(self, debug: bool) -> None:
         """Whether to compare every communicating command over ranks before it is executed."""

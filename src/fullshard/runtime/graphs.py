@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from fullshard.errors import MisuseError
 
@@ -30,9 +33,42 @@ def keep_out_of_graphs(*classes: type) -> None:
     """
     for owner in classes:
         for name, function in list(vars(owner).items()):
-            if isinstance(function, FunctionType) and (name in _AROUND or not name.startswith("_")):
-                recursive = name not in _AROUND
-                setattr(owner, name, torch.compiler.disable(function, recursive=recursive, reason=_OUTSIDE))
+            if not isinstance(function, FunctionType):
+                continue
+            if name in _AROUND:
+                _break_graphs_at(function)
+            elif not name.startswith("_"):
+                setattr(owner, name, _outside_of_graphs(function))
+
+
+def _break_graphs_at(function: Any) -> None:
+    """Dynamo calls `function` where it finds it, and does not look into its own code, but into what that calls."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_recursive = False
+    function._torchdynamo_disable_msg = _OUTSIDE
+    _skip(function)
+
+
+def _outside_of_graphs(function: FunctionType) -> Callable[..., Any]:
+    """`function`, which dynamo calls where it finds it, and never looks into.
+
+    `torch.compiler.disable` switches dynamo off and on again around each call, which costs more than some of our
+    methods do. Most programs have it switched off when they come here: one question tells.
+    """
+    disabled = torch.compiler.disable(function, reason=_OUTSIDE)
+
+    @functools.wraps(disabled)  # with the marks that `disable` made on it
+    def outside_of_graphs(*args: Any, **kwargs: Any) -> Any:
+        return (function if get_eval_frame_callback() is None else disabled)(*args, **kwargs)
+
+    _skip(outside_of_graphs)
+    return outside_of_graphs
+
+
+def _skip(function: Any) -> None:
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
 
 
 def refuse_transforms(module: nn.Module) -> None:
