@@ -17,16 +17,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from _common import RESULTS_FOLDER, Handler, RankGroup, Spread, machine_info, save_result, table
-from engines import WORKLOADS, Training, Workload
+from _common import RESULTS_FOLDER, Spread, machine_info, save_result, table
+from engines import Training
+from ranks import RankGroup
+from tasks import Handler
+from workloads import WORKLOADS, Workload
 
 STEADY_STEPS = 5
 
 
-def make_handler(rank: int, workload: Workload, debug: bool) -> Handler:
+def make_handler(rank: int, workload: str, debug: bool) -> Handler:
     """A rank that trains a few steps when asked, and tells the seconds of each."""
     os.environ["FULLSHARD_DEBUG"] = "1" if debug else "0"
-    training = Training("fullshard", workload, rank)
+    training = Training("fullshard", WORKLOADS[workload], rank)
 
     def run(_command: str) -> list[float]:
         seconds = []
@@ -42,7 +45,7 @@ def make_handler(rank: int, workload: Workload, debug: bool) -> Handler:
 
 def measure(workload: Workload, debug: bool) -> dict[str, float]:
     """Seconds of the first step, and the median of later ones, of the slowest rank."""
-    group = RankGroup(workload.world_size, make_handler, workload, debug)
+    group = RankGroup(workload.world_size, "debug_cost:make_handler", {"workload": workload.name, "debug": debug})
     try:
         steps = [max(step) for step in zip(*group.send("run"), strict=True)]
     finally:

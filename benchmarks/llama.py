@@ -48,7 +48,7 @@ class RotaryAttention(nn.Module):
 
     def _rotate(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, dim=-1)
-        cos, sin = self.cos[: x.shape[1], None], self.sin[: x.shape[1], None]
+        cos, sin = (table[: x.shape[1], None].to(x.dtype) for table in (self.cos, self.sin))
         return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
 
 

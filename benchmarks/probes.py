@@ -115,6 +115,22 @@ def live_tensor_bytes() -> int:
     return sum(sizes.values())
 
 
+def shared_memory_bytes() -> int:
+    """This rank's part of the memory that it shares with others: of a page that n processes have touched, 1/n.
+
+    Shared memory is not torch's, so its allocator's log has none of it.
+    """
+    total = 0
+    counts = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first and not first.endswith(":"):  # the head of a mapping: addresses, flags, name of its file
+            counts = any(mark in line for mark in (" /dev/shm/", " /memfd:"))
+        elif counts and first == "Pss:":
+            total += int(line.split()[1]) * 1024
+    return total
+
+
 def resident_peak_bytes() -> int:
     """The most physical memory this process has had since `reset_resident_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,159 +1,189 @@
-"""Step time, tensor memory and bytes on the wire of fullshard against torch's engines and the plain model, in one run.
+"""Step time, tensor memory and bytes on the wire of fullshard, of its peers, and of plain computing, in one run.
 
-    python benchmarks/step_time.py --workload a,b
+    python benchmarks/step_time.py                        # workload a, every engine
+    python benchmarks/step_time.py --workload a,b,c,d,e,h --rounds 5 --steps 3
+    sudo python benchmarks/step_time.py --workload i1,i4  # two hosts: network namespaces, which need root
+    python benchmarks/step_time.py --list
 
-Time: every engine has its own rank processes, all alive from the start. Round after round each engine in turn runs a
-few steps while the others sleep on a pipe; the order turns by one place each round. So a busy or throttled machine hits
-all engines alike, no engine disturbs another's allocator, and ratios are taken within a round, then their median.
+Engines: torch's FSDP2, FSDP1 and DDP; DeepSpeed's ZeRO-1, -2 and -3 and Megatron-FSDP in a virtual environment that
+the script makes (`peers.py`); fullshard over each of its transports ("fullshard" alone picks by itself); "plain", one
+process with the whole model; "compute", as many plain processes as ranks, which compute at once and update 1/N each but
+never wait for one another: a step whose communication is free. One that cannot run is named, with the reason.
+
+Time: every engine has its own rank processes. Round after round each engine in turn runs a few steps while the others
+sleep on a pipe; the order turns by one place each round. So a busy or throttled machine hits all engines alike, no
+engine disturbs another's allocator, and ratios are taken within a round, then their median. Where the engines do not
+fit into memory side by side, each turn has new processes.
 
 Wire: bytes each rank received per step, counted by the kernel on that process's own sockets, in the same steps.
 
-Memory: "peak" and "rest" are tensor bytes of the fullest rank during and between steps, measured afterwards in fresh
-processes because logging slows; see probes.tensor_memory. "RSS" is the most physical memory a rank had in the timed
-steps; Python and torch themselves are about 250 MiB of it.
+Memory: "peak" is tensor bytes of the fullest rank during steps, measured afterwards in new processes because logging
+slows; see `probes.tensor_memory`. Memory that ranks share is not in torch's log: each rank's part of it, as the kernel
+counts it, is added. "ideal" is the formula of `workloads.ideal_peak_bytes`. "RSS" is the most physical memory that a
+rank had in the timed steps; Python and torch themselves are about 250 MiB of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import psutil
 
-import probes
-from _common import RESULTS_FOLDER, Handler, RankGroup, Spread, machine_info, save_result, table
-from engines import ENGINES, WORKLOADS, Training, Workload, missing_reason, world_size_of
+import hosts
+import peers
+from _common import RESULTS_FOLDER, Spread, machine_info, save_result
+from engines import ENGINES, world_size_of
+from ranks import RankError, RankGroup, Where
+from report import print_workload
+from workloads import WORKLOADS, Workload, ideal_peak_bytes, sizes
 
-MIB = 1024**2
-WARM_UP_STEPS = 2  # the first makes the optimizer's state, the second sees the engine's recorded order
-MEMORY_STEPS = 2
-COMPARED_WITH = ("fsdp2", "ddp")
+COMPARED_WITH = ("fsdp2", "ddp", "compute")
+PROCESS_BYTES = 350 * 1024**2  # Python, torch and Gloo
+MEMORY_PART = 0.75  # of the free memory, for engines side by side
 
-
-# -- in the ranks ------------------------------------------------------------------------------------------------------
-
-
-def make_timing_handler(rank: int, engine: str, workload: Workload, steps: int) -> Handler:
-    """A rank that runs a block of steps when asked."""
-    training = Training(engine, workload, rank)
-    for _ in range(WARM_UP_STEPS):
-        training.step()
-
-    def run_block(_command: str) -> dict[str, Any]:
-        loss = training.step()  # wakes caches and threads up, not counted
-        probes.reset_resident_peak()
-        dist.barrier()
-        before_bytes = probes.received_bytes()
-        seconds = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            loss = training.step()
-            seconds.append(time.perf_counter() - start)
-        wire_bytes = (probes.received_bytes() - before_bytes) / steps
-        resident_bytes = probes.resident_peak_bytes()
-        return {"seconds": seconds, "wire_bytes": wire_bytes, "resident_bytes": resident_bytes, "loss": loss}
-
-    return run_block
+Found = dict[str, Any]
+"""What was measured of one engine, or {"missing": why}."""
 
 
-def make_memory_handler(rank: int, engine: str, workload: Workload) -> Handler:
-    """A rank that measures its memory when asked, once."""
+class Runner:
+    """Measures one workload over some engines.
 
-    def prepare() -> Training:
-        training = Training(engine, workload, rank)
-        for _ in range(WARM_UP_STEPS):
-            training.step()
-        return training
+    Args:
+        workload: What is trained.
+        engines: Names.
+        steps: Measured steps a turn.
+        places: Hosts of the ranks.
+    """
 
-    def measured(training: Training) -> None:
-        for _ in range(MEMORY_STEPS):
-            training.step()
+    def __init__(self, workload: Workload, engines: Sequence[str], steps: int, places: Sequence[Where]) -> None:
+        self.workload = workload
+        self.found: dict[str, Found] = {engine: {} for engine in engines}
+        self._steps = steps
+        self._places = places
+        self._stack = ExitStack()
+        self._groups: dict[str, RankGroup] = {}
+        self._side_by_side = self._bytes_together() < MEMORY_PART * psutil.virtual_memory().available
 
-    return lambda _command: asdict(probes.tensor_memory(prepare, measured))
+    @property
+    def running(self) -> list[str]:
+        """Engines that are not known to be missing."""
+        return [engine for engine, values in self.found.items() if "missing" not in values]
 
+    def measure_time(self, rounds: int) -> None:
+        """Seconds per step of each round, wire bytes per step and rank, and the last loss."""
+        if not self._side_by_side:
+            print("  they do not fit into memory side by side: each turn has new processes", flush=True)
+        with self._stack:
+            for number in range(rounds):
+                engines = list(self.found)
+                turn = number % len(engines)
+                for engine in engines[turn:] + engines[:turn]:
+                    self._take_turn(engine)
+                print(f"  round {number + 1} of {rounds} done", flush=True)
+        for values in self.found.values():
+            self._add_statistics(values)
 
-# -- in the parent -----------------------------------------------------------------------------------------------------
+    def measure_memory(self) -> None:
+        """The largest of each number of `probes.TensorMemory` over the ranks, in bytes."""
+        for engine in self.running:
+            with self._group(engine, "tasks:make_memory", {}) as group:
+                ranks = group.send("steps")
+            memory = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+            memory["peak_bytes"] = max(rank["peak_bytes"] + rank["shared_bytes"] for rank in ranks)
+            self.found[engine]["memory"] = memory
 
+    def ideal_bytes(self) -> dict[str, int]:
+        """`workloads.ideal_peak_bytes`, and the activations in it."""
+        with self._group("plain", "tasks:make_memory", {}) as group:
+            (memory,) = group.send("forward")
+        activation_bytes = memory["peak_bytes"] - memory["between_steps_bytes"]
+        peak_bytes = ideal_peak_bytes(self.workload, activation_bytes)
+        return {"peak_bytes": peak_bytes, "activation_bytes": activation_bytes}
 
-def measure_time(workload: Workload, engines: list[str], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Seconds per step of each round, wire bytes per step and rank, and the last loss, by engine."""
-    groups: dict[str, RankGroup] = {}
-    found: dict[str, dict[str, Any]] = {engine: {"round_seconds": [], "step_seconds": []} for engine in engines}
-    try:
-        for engine in engines:
-            groups[engine] = RankGroup(world_size_of(engine, workload), make_timing_handler, engine, workload, steps)
-        for number in range(rounds):
-            turn = number % len(engines)
-            for engine in engines[turn:] + engines[:turn]:
-                ranks = groups[engine].send("block")
-                # A step is over when its slowest rank is done.
-                seconds = [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-                found[engine]["step_seconds"] += seconds
-                found[engine]["round_seconds"].append(statistics.median(seconds))
-                found[engine]["wire_bytes_per_step"] = max(rank["wire_bytes"] for rank in ranks)
-                found[engine]["resident_peak_bytes"] = max(rank["resident_bytes"] for rank in ranks)
-                found[engine]["mean_loss"] = statistics.fmean(rank["loss"] for rank in ranks)
-            print(f"  round {number + 1} of {rounds} done", flush=True)
-    finally:
-        for group in groups.values():
+    def losses_agree(self) -> bool:
+        """Whether the engines trained the same model: same weights and data, the same loss after the same steps."""
+        losses = [self.found[engine]["mean_loss"] for engine in self.running if not ENGINES[engine].alone]
+        tolerance = 1e-3 if self.workload.compute_dtype == "float32" else 2e-2
+        return max(losses, default=0.0) - min(losses, default=0.0) <= tolerance * max(losses, default=0.0)
+
+    def _take_turn(self, engine: str) -> None:
+        values = self.found[engine]
+        if "missing" in values:
+            return
+        try:
+            if self._side_by_side:
+                if engine not in self._groups:
+                    self._groups[engine] = self._stack.enter_context(self._timing_group(engine))
+                ranks = self._groups[engine].send("block")
+            else:
+                with self._timing_group(engine) as group:
+                    ranks = group.send("block")
+        except (RankError, RuntimeError) as error:
+            reason = error.reason if isinstance(error, RankError) else str(error)
+            print(f"  without {engine}: {reason}", flush=True)
+            values.clear()
+            values["missing"] = reason
+            return
+        # A step is over when its slowest rank is done.
+        seconds = [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        values.setdefault("step_seconds", []).extend(seconds)
+        values.setdefault("round_seconds", []).append(statistics.median(seconds))
+        values["wire_bytes_per_step"] = max(rank["wire_bytes"] for rank in ranks)
+        values["resident_peak_bytes"] = max(rank["resident_bytes"] for rank in ranks)
+        values["mean_loss"] = statistics.fmean(rank["loss"] for rank in ranks)
+
+    def _timing_group(self, engine: str) -> Any:
+        return self._group(engine, "tasks:make_timing", {"steps": self._steps})
+
+    @contextmanager
+    def _group(self, engine: str, handler: str, options: dict[str, Any]) -> Iterator[RankGroup]:
+        options = {"engine": engine, "workload": self.workload.name, **options}
+        python = peers.python() if ENGINES[engine].peer else sys.executable
+        # Whoever sends nothing needs no second host.
+        places = [Where()] if ENGINES[engine].alone else self._places
+        group = RankGroup(world_size_of(engine, self.workload), handler, options, python, places)
+        try:
+            yield group
+        finally:
             group.close()
-    return found
 
+    def _bytes_together(self) -> int:
+        """Memory of all engines side by side, roughly: states as each holds them, and as much again for one block."""
+        total, count = 0, sizes(self.workload)
+        for engine in self.found:
+            ranks = world_size_of(engine, self.workload)
+            states = 16 * count.all * (ranks if ENGINES[engine].whole else 1)
+            total += states + ranks * (16 * count.block + PROCESS_BYTES)
+        return total
 
-def measure_memory(workload: Workload, engine: str) -> dict[str, int]:
-    """The largest of each number of probes.TensorMemory over the ranks, in bytes."""
-    group = RankGroup(world_size_of(engine, workload), make_memory_handler, engine, workload)
-    try:
-        ranks = group.send("measure")
-    finally:
-        group.close()
-    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-
-
-def add_statistics(found: dict[str, dict[str, Any]]) -> None:
-    """Add spreads and the ratios within rounds to what `measure_time` found."""
-    for values in found.values():
+    def _add_statistics(self, values: Found) -> None:
+        """Add spreads and the ratios within rounds."""
+        if "missing" in values:
+            return
         values["seconds"] = asdict(Spread.of(values["step_seconds"]))
         for other in COMPARED_WITH:
-            if other in found:
-                pairs = zip(values["round_seconds"], found[other]["round_seconds"], strict=True)
+            if other in self.running:
+                pairs = zip(values["round_seconds"], self.found[other]["round_seconds"], strict=True)
                 values[f"time_over_{other}"] = asdict(Spread.of([mine / theirs for mine, theirs in pairs]))
+        if self.workload.link_gbit and "compute" in self.running:
+            self._add_overlap(values)
 
-
-def render(workload: Workload, found: dict[str, dict[str, Any]]) -> str:
-    """The table of one workload."""
-    reference_bytes = found.get("fsdp2", {}).get("memory", {}).get("peak_bytes")
-    rows = [{"engine": engine, **_cells(values, reference_bytes)} for engine, values in found.items()]
-    title = f"workload {workload.name}: {workload}"
-    return title + "\n" + table(list(rows[0]), [list(row.values()) for row in rows])
-
-
-def _cells(values: dict[str, Any], reference_bytes: int | None) -> dict[str, str]:
-    """One line of the table; `reference_bytes` is the memory peak of fsdp2."""
-    seconds, memory = values["seconds"], values.get("memory")
-    over_fsdp2, over_ddp = values.get("time_over_fsdp2"), values.get("time_over_ddp")
-    return {
-        "step s": f"{seconds['median']:.3f}",
-        "middle half": f"{seconds['low']:.3f}-{seconds['high']:.3f}",
-        "/ fsdp2": f"{over_fsdp2['median']:.2f}" if over_fsdp2 else "-",
-        "its middle half": f"{over_fsdp2['low']:.2f}-{over_fsdp2['high']:.2f}" if over_fsdp2 else "-",
-        "/ ddp": f"{over_ddp['median']:.2f}" if over_ddp else "-",
-        "peak MiB": f"{memory['peak_bytes'] / MIB:.1f}" if memory else "-",
-        "peak / fsdp2": f"{memory['peak_bytes'] / reference_bytes:.2f}" if memory and reference_bytes else "-",
-        "rest MiB": f"{memory['between_steps_bytes'] / MIB:.1f}" if memory else "-",
-        "RSS MiB": f"{values['resident_peak_bytes'] / MIB:.0f}",
-        "wire MiB": f"{values['wire_bytes_per_step'] / MIB:.1f}",
-    }
-
-
-def losses_agree(found: dict[str, dict[str, Any]]) -> bool:
-    """Whether the engines trained the same model: same weights, same data, the same loss after the same steps."""
-    losses = [values["mean_loss"] for engine, values in found.items() if engine != "plain"]
-    return max(losses, default=0.0) - min(losses, default=0.0) <= 1e-3 * max(losses, default=0.0)
+    def _add_overlap(self, values: Found) -> None:
+        """The step against the longer of computing and sending, neither of which can be shortened."""
+        step = values["seconds"]["median"]
+        compute = self.found["compute"]["seconds"]["median"]
+        link = values["wire_bytes_per_step"] * 8 / (self.workload.link_gbit * 1e9)
+        if link:
+            values["link_seconds"] = link
+            values["time_over_bound"] = step / max(compute, link)
+            values["overlap"] = (compute + link - step) / min(compute, link)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -165,35 +195,50 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="measured steps a turn")
     parser.add_argument("--skip-memory", action="store_true", help="leave the memory pass out")
     parser.add_argument("--out", type=Path, default=RESULTS_FOLDER, help="folder for the JSON file")
-    return parser.parse_args()
+    parser.add_argument("--list", action="store_true", help="print workloads and engines, and stop")
+    arguments = parser.parse_args()
+    arguments.workload, arguments.engines = arguments.workload.split(","), arguments.engines.split(",")
+    for given, known in ((arguments.workload, WORKLOADS), (arguments.engines, ENGINES)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+    if any(WORKLOADS[name].link_gbit for name in arguments.workload) and (reason := hosts.missing_reason()):
+        parser.error(f"a workload with two hosts {reason}")
+    return arguments
+
+
+def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one workload; also prints it."""
+    print(f"workload {workload.name}: {workload.title}", flush=True)
+    with ExitStack() as stack:
+        places: Sequence[Where] = [Where()]
+        if workload.link_gbit:
+            places = stack.enter_context(hosts.two_hosts(workload.link_gbit))
+        runner = Runner(workload, arguments.engines, arguments.steps, places)
+        runner.measure_time(arguments.rounds)
+        result: dict[str, Any] = {"workload": asdict(workload), "engines": runner.found}
+        if not arguments.skip_memory:
+            runner.measure_memory()
+            result["ideal"] = runner.ideal_bytes()
+    result["losses_agree"] = runner.losses_agree()
+    print_workload(result)
+    return result
 
 
 def main() -> None:
     """Measure, print, save."""
     arguments = parse_arguments()
-    engines = []
-    for engine in arguments.engines.split(","):
-        if reason := missing_reason(engine):
-            print(f"skipping {engine}: {reason}")
-        else:
-            engines.append(engine)
+    if arguments.list:
+        for name, title in [
+            *((w.name, w.title) for w in WORKLOADS.values()),
+            *((n, e.title) for n, e in ENGINES.items()),
+        ]:
+            print(f"{name:<18}{title}")
+        return
     result: dict[str, Any] = {"machine": machine_info(), "rounds": arguments.rounds, "steps": arguments.steps}
     print(result["machine"])
-    for name in arguments.workload.split(","):
-        workload = WORKLOADS[name]
-        print(f"workload {name}: {', '.join(engines)}", flush=True)
-        found = measure_time(workload, engines, arguments.rounds, arguments.steps)
-        add_statistics(found)
-        if not arguments.skip_memory:
-            for engine in engines:
-                found[engine]["memory"] = measure_memory(workload, engine)
-        result[name] = {"workload": asdict(workload), "engines": found, "losses_agree": losses_agree(found)}
-        print(render(workload, found))
-        print(
-            "losses agree" if losses_agree(found) else "LOSSES DIFFER: the engines do not train the same model",
-            flush=True,
-        )
-    print(f"saved {save_result('step_time', result, arguments.out)}")
+    for name in arguments.workload:
+        result[name] = measure(WORKLOADS[name], arguments)
+    print(f"saved {save_result('step_time-' + '-'.join(arguments.workload), result, arguments.out)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""What is trained: the jobs that every engine is given alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from llama import Llama, LlamaBlock, LlamaShape
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training job; every rank has its own batches.
+
+    Attributes:
+        title: What a reader must know about it.
+        batch: Sequences a rank and microbatch.
+        positions: Tokens a sequence.
+        microbatches: Backwards before each optimizer step.
+        hold: With several microbatches, leave gradients whole until the last (`no_sync`) in place of reducing each.
+        compute_dtype: Parameters are computed with in this dtype; the optimizer's are float32 always.
+        link_gbit: The two ranks are on two hosts joined by a link of this speed; 0: one host.
+    """
+
+    name: str
+    title: str
+    shape: LlamaShape
+    batch: int = 1
+    positions: int = 128
+    world_size: int = 2
+    microbatches: int = 1
+    hold: bool = False
+    compute_dtype: str = "float32"
+    link_gbit: float = 0.0
+    learning_rate: float = 1e-4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """`compute_dtype` as torch's."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.compute_dtype]
+
+
+_26M = LlamaShape(width=512, blocks=8, hidden=1408)
+_78M = LlamaShape(width=1024, blocks=6, hidden=2816)
+_308M = LlamaShape(width=1024, blocks=24, hidden=2816)
+
+_ALL = (
+    Workload("a", "Llama 26 M, 1 x 128 tokens", _26M),
+    Workload("b", "Llama 78 M, 1 x 256 tokens", _78M, positions=256),
+    Workload("c", "24 blocks of d 1024 (308 M), 1 x 64 tokens", _308M, positions=64),
+    Workload("d", "as b, computed in bfloat16, float32 master", _78M, positions=256, compute_dtype="bfloat16"),
+    Workload("e", "as a, 4 microbatches, each reduced", _26M, microbatches=4),
+    Workload("e-hold", "as a, 4 microbatches, the last reduced", _26M, microbatches=4, hold=True),
+    Workload("h", "as a, four ranks", _26M, world_size=4),
+    Workload("i1", "as b, two hosts, 1 Gbit/s", _78M, positions=256, link_gbit=1.0),
+    Workload("i4", "as b, two hosts, 4 Gbit/s", _78M, positions=256, link_gbit=4.0),
+    # Small enough to try the scripts themselves.
+    Workload("tiny", "too small to say anything", LlamaShape(width=64, blocks=2, hidden=128), positions=16),
+)
+WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters of a model."""
+
+    all: int
+    block: int
+
+
+def sizes(workload: Workload) -> Sizes:
+    """Count without allocating anything."""
+    with torch.device("meta"):
+        model = Llama(workload.shape)
+    block = next(module for module in model.modules() if isinstance(module, LlamaBlock))
+    return Sizes(_numel(model), _numel(block))
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def ideal_peak_bytes(workload: Workload, activation_bytes: int) -> int:
+    """The least a rank can peak at with ZeRO-3 and one unit gathered ahead.
+
+    Parameter, gradient and the two moments of AdamW in float32, 1/N of each; two blocks' parameters and one block's
+    gradients in the dtype of computation; and the activations, which are measured: what the plain model's forward adds.
+    """
+    count = sizes(workload)
+    states = 16 * count.all // workload.world_size
+    return states + 3 * count.block * workload.dtype.itemsize + activation_bytes

@@ -1,0 +1,1 @@
+"""Looks at runs and machines; never on the path of a training step."""
