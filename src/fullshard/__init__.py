@@ -9,6 +9,7 @@ Shard each block, then the root, then make the optimizer:
     >>> optimizer = torch.optim.AdamW(model.parameters())
 """
 
+from fullshard import optim
 from fullshard.runtime.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fullshard.runtime.collectives import AllGather, ReduceScatter
 from fullshard.runtime.loop.clip import clip_grad_norm_
@@ -82,6 +83,7 @@ __all__ = [
     "full_tensor",
     "fully_shard",
     "materialize",
+    "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "split_param_groups",

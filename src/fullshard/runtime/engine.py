@@ -221,6 +221,10 @@ class Engine:
                 self.on(Event(EventKind.RESHARD, unit.index))
                 unit.rebuild()
 
+    def note_written(self, unit: Unit) -> None:
+        """The shards of `unit` have been written: what was gathered is stale. Optimizers report unit by unit."""
+        self.written.add(unit.index)
+
     def recover(self) -> None:
         """If a backward died, bring every unit back to rest."""
         if self._backward is not None and self._backward() is None:

@@ -23,6 +23,7 @@ from fullshard.runtime.engine import Engine
 from fullshard.runtime.failures.explain import explain_mixed
 from fullshard.runtime.graphs import refuse_transforms
 from fullshard.runtime.inputs import Gradients, Inputs
+from fullshard.runtime.loop.flat import FlatOptimizer
 from fullshard.runtime.loop.optimizers import check_optimizer
 from fullshard.runtime.names import hide_compiled, show_compiled
 from fullshard.runtime.registry import REGISTRY
@@ -349,12 +350,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Parameters have changed: full copies of them from before are stale."""
     undo_allocating_step(optimizer)
+    if isinstance(optimizer, FlatOptimizer):
+        return  # it has reported the units itself
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Without a gradient it was left alone. Whoever writes it by hand raises its version counter.
             unit = REGISTRY.owner(parameter) if parameter.grad is not None else None
             if unit is not None and unit.engine is not None:
-                unit.engine.written.add(unit.index)
+                unit.engine.note_written(unit)
 
 
 class OptimizerHooks:

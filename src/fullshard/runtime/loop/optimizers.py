@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.errors import MisuseError, StaleOptimizerError
 from fullshard.runtime.dtensors import StridedShard
+from fullshard.runtime.loop.flat import FlatOptimizer
 from fullshard.runtime.registry import REGISTRY
 
 # Optimizers whose update torch cannot compute on DTensors: it raises in the middle of the first step.
@@ -32,7 +33,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if REGISTRY.checked_optimizers.get(optimizer) == len(parameters):
         return
     _refuse_stale(optimizer, parameters)
-    if any(REGISTRY.owner(parameter) is not None for parameter in parameters):
+    flat = isinstance(optimizer, FlatOptimizer)  # its kernels get plain tensors, and its kind was checked
+    if not flat and any(REGISTRY.owner(parameter) is not None for parameter in parameters):
         _refuse_unsuited(optimizer, parameters)
         for group in optimizer.param_groups:
             _refuse_mixed(optimizer, group)
