@@ -33,8 +33,8 @@ from fullshard.runtime.unit import Shown, Unit
 # Units are updated together until they hold this much: below it the calls cost more than the kernels. One after the
 # other above it, so that the first units of the next forward are ready while others are still updated.
 _TOGETHER_BYTES = 4 << 20
-# Fused kernels on CPU compute in vectors of at most this many bytes, and what is left at the end of a tensor one element
-# at a time, which rounds otherwise.
+# Fused kernels on CPU compute in vectors of at most this many bytes, and what is left at the end of a tensor one by
+# one, which rounds otherwise.
 _VECTOR_BYTES = 64
 
 
@@ -281,7 +281,7 @@ class _Batch:
 
 
 def flat(
-    kind: type[torch.optim.Optimizer],
+    kind: Any,
     params: nn.Module | Iterable[Any],
     *,
     elementwise: bool = False,
@@ -315,7 +315,7 @@ def flat(
         raise ValueError("differentiable=True cannot be had on flat shards: sharded parameters are in no graph")
     if not elementwise:
         require_elementwise(kind, options)
-    maker: Any = _flat_class(kind)
+    maker: Any = _flat_class(kind)  # type: ignore[arg-type]
     made: FlatOptimizer = maker(params.parameters() if isinstance(params, nn.Module) else params, **options)
     return made
 

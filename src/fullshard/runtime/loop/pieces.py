@@ -4,7 +4,7 @@
 An optimizer that updates a flat tensor has one state for it. What it has an element each (moments) is a flat tensor,
 and each parameter is shown its range of it as a `DTensor` on the same memory: what the user reads is what is computed
 with, and a value written in place counts. What it has once a tensor (the number of steps) is shown as a tensor of its
-own for each parameter, brought up to date after every step, so that values loaded into one of them do not end up in all.
+own for each parameter, brought up to date after every step, so that a value loaded into one does not end up in all.
 Before every step it is looked whether the user still has what was shown; if not, pieces are made anew from that.
 
 Parameters whose shared values differ cannot be one tensor. They come to differ where a parameter had no gradient in
