@@ -186,10 +186,11 @@ class Simulator:
         ]
         budget = self.engine["prefetch_bytes"]
         if budget is None:
-            assert len(ahead) <= max(1, self.explicit_count), f"{event}: {ahead} are gathered ahead"
-        else:
-            size = sum(self.model.full_bytes[unit] for unit in ahead)
-            assert size <= max(budget, self.explicit_bytes), f"{event}: {ahead} take {size} bytes ahead"
+            budget = max(self.model.full_bytes[1:], default=0)
+            if len(ahead) == 1:
+                return  # one unit always may
+        size = sum(self.model.full_bytes[unit] for unit in ahead)
+        assert size <= max(budget, self.explicit_bytes), f"{event}: {ahead} take {size} bytes ahead"
 
     def _enter(self, unit: int) -> None:
         facts = self.units[unit]
@@ -208,9 +209,15 @@ class Simulator:
             assert not ops, f"{event}: it is not running, so nothing is to be done"
             return
         facts.depth -= 1
-        auto = setting.after_forward == "AUTO" and event.unit == 0 and event.will_backward
+        auto = setting.after_forward in ("AUTO", "FIT") and event.unit == 0 and event.will_backward
         if setting.after_forward == "KEEP" or auto:
             facts.reason = "policy"
+        elif (
+            setting.after_forward == "FIT"
+            and event.will_backward
+            and self._kept_bytes(event.unit) <= self.engine["keep_bytes"]
+        ):
+            facts.reason = "budget"
         elif event.more or (event.inside_backward and event.will_backward):
             facts.reason = "next use"
         if event.unit == 0 and not facts.depth and not event.inside_backward:
@@ -220,6 +227,11 @@ class Simulator:
                 assert not [u for u in self.units if u.ahead and not u.asked_for], (
                     f"{event}: no backward, but prefetches"
                 )
+
+    def _kept_bytes(self, new: int) -> int:
+        """What is kept for backward by the budget, `new` with it."""
+        kept = {u for u, facts in enumerate(self.units) if facts.registered and facts.reason == "budget"}
+        return sum(self.model.full_bytes[unit] for unit in kept | {new})
 
     def _after_forward_failed(self, event: Ev, ops: list[tuple[str, int]]) -> None:
         facts = self.units[event.unit]

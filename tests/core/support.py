@@ -23,7 +23,8 @@ import fullshard.core
 CORE_FOLDER = Path(fullshard.core.__file__).parent
 # In the order in which they may import each other.
 CORE_MODULES = (
-    *("spec", "layout", "grouping", "lifecycle", "policy", "order", "events", "schedule", "replay", "scaling", "cost"),
+    *("spec", "layout", "grouping", "lifecycle", "policy", "order", "budget", "events", "schedule", "replay"),
+    *("scaling", "cost"),
 )
 
 
@@ -42,6 +43,7 @@ class Core:
         self.lifecycle: Any = modules["lifecycle"]
         self.policy: Any = modules["policy"]
         self.events: Any = modules["events"]
+        self.budget: Any = modules["budget"]
         self.schedule: Any = modules["schedule"]
         self.replay: Any = modules["replay"]
         self.scaling: Any = modules["scaling"]

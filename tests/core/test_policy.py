@@ -15,6 +15,7 @@ def test_reshard_after_forward_takes_exactly_the_divisors(core: Core, size: int)
     policy = core.policy
     kinds = policy.AfterForward
     assert policy.after_forward(None, size) is policy.AfterForward.AUTO
+    assert policy.after_forward("auto", size) is policy.AfterForward.FIT
     assert policy.after_forward(True, size) is policy.AfterForward.FREE
     assert policy.after_forward(False, size) is policy.AfterForward.KEEP
     for number in range(-2, size + 3):
@@ -32,16 +33,20 @@ def test_bad_settings_are_refused_with_what_to_do(core: Core) -> None:
     with pytest.raises(ValueError, match=r"size 12: one of \[1, 2, 3, 4, 6, 12\] \(1 means False, 12 means True\)$"):
         policy.after_forward(5, 12)
     wrong: Any
-    for wrong, name in ((2.0, "float"), ("2", "str")):
-        with pytest.raises(TypeError, match=f"^reshard_after_forward must be a bool, an int or None, got {name}$"):
+    for wrong in (2.0, "2", "Auto"):
+        with pytest.raises(TypeError, match=f"must be a bool, an int, None or 'auto', got {wrong!r}$"):
             policy.after_forward(wrong, 4)
-    with pytest.raises(ValueError, match=r"^prefetch_bytes must be None or at least 0, got -1$"):
-        policy.SchedulePolicy(prefetch_bytes=-1)
+    for name in ("prefetch_bytes", "keep_bytes"):
+        with pytest.raises(ValueError, match=f"^{name} must be None or at least 0, got -1$"):
+            policy.SchedulePolicy(**{name: -1})
+        for wrong in (True, 1.5, "1 GiB"):
+            with pytest.raises(TypeError, match=f"^{name} must be a number of bytes, an int, or None; got {wrong!r}$"):
+                policy.SchedulePolicy(**{name: wrong})
     with pytest.raises(ValueError, match=r"^reduces_in_flight must be at least 1, got 0$"):
         policy.SchedulePolicy(reduces_in_flight=0)
 
 
 @holds
 def test_smallest_settings_are_accepted(core: Core) -> None:
-    assert core.policy.SchedulePolicy(prefetch_bytes=0, reduces_in_flight=1).prefetch_bytes == 0
+    assert core.policy.SchedulePolicy(prefetch_bytes=0, keep_bytes=0, reduces_in_flight=1).prefetch_bytes == 0
     assert core.policy.SchedulePolicy().prefetch_bytes is None

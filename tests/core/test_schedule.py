@@ -147,7 +147,7 @@ def repeated(draw: st.DrawFn) -> Repeated:
     ways += [Way.CHECKPOINT, Way.CHECKPOINT_STOPS, Way.REENTRANT]
     drawn = [draw(st.sampled_from(ways)) for _ in range(count)]
     call = every_unit_once(model, draw(st.permutations(range(count))), drawn)
-    after = draw(st.sampled_from(["AUTO", "FREE", "KEEP", "SHRINK"]))
+    after = draw(st.sampled_from(["AUTO", "FREE", "KEEP", "SHRINK", "FIT"]))
     settings = tuple(Setting(after, unshard_in_backward=draw(st.integers(0, 4)) > 0) for _ in range(count))
     emitter = Emitter(model, settings)
     emitter.run([call])
@@ -201,7 +201,7 @@ class Chain:
         emitter.backward(call)
         emitter.end_backward()
         budget = None if self.ahead is None else 100 * self.ahead
-        defaults = {"prefetch_bytes": budget, "reduces_in_flight": 1, "replicated": False}
+        defaults = {"prefetch_bytes": budget, "keep_bytes": 0, "reduces_in_flight": 1, "replicated": False}
         return Case(model, emitter.settings, {**defaults, **engine}, tuple(emitter.items))
 
 
@@ -235,6 +235,23 @@ def test_full_buffers_of_a_chain_are_the_root_one_in_use_and_those_ahead(core: C
     assert runner.simulator.peak_bytes == 100 * min(
         len(chain.order) + 1, 2 + (1 if chain.ahead is None else chain.ahead)
     )
+
+
+@holds
+def test_small_units_are_gathered_together(core: Core) -> None:
+    """Without a number as many as are no larger than the largest unit below the root, and one of any size."""
+    assert core.budget.one_unit_bytes([500, 10, 40, 20]) == 40
+    assert core.budget.one_unit_bytes([500]) == 0
+    sizes = (500, 15, 15, 15, 40, 30)
+    model = Model(sizes, (True,) * 6, (1,) * 6, (-1, *[0] * 5))
+    engine = {"prefetch_bytes": None, "reduces_in_flight": 1, "replicated": False}
+    runner = Runner(core, Case(model, (Setting(),) * 6, engine, ()))
+    call = Call(0, inner=tuple(Call(unit) for unit in range(1, 6)))
+    emitter = Emitter(model, (Setting(),) * 6)
+    emitter.run([call], grad=False)
+    gathered = [[unit for op, unit in runner.feed(item) if op == "GATHER"] for item in emitter.items]
+    entered = [made for made, item in zip(gathered, emitter.items, strict=True) if item.kind == "PRE_FORWARD"]
+    assert entered == [[0, 1, 2], [3], [], [4], [5], []]
 
 
 @holds_for(st.tuples(CHAINS, st.integers(1, 4)), examples=40)
@@ -272,7 +289,7 @@ def test_a_prefetch_does_not_wait_behind_units_without_parameters(core: Core) ->
     model = Model((100, 0, 100), (True, False, True), (1, 1, 1), (-1, 0, 1))
     case = Case(model, (Setting(),) * 3, {"prefetch_bytes": None, "reduces_in_flight": 1, "replicated": False}, ())
     runner = Runner(core, case)
-    assert ("GATHER", 2) in runner.feed(Ev("PRE_FORWARD", 0))
+    assert [unit for op, unit in runner.feed(Ev("PRE_FORWARD", 0)) if op == "GATHER"] == [0, 2]
 
 
 @holds
@@ -286,6 +303,73 @@ def test_records_stay_bounded(core: Core) -> None:
         scheduler.on(event(kind.POST_FORWARD, 1, will_backward=True))
     assert len(scheduler._to_backward) <= 200
     assert len(scheduler._order.recorded) <= 200
+
+
+# From forward to backward: the budget of "auto"
+
+
+@holds_for(CHAINS, examples=40)
+def test_nothing_kept_is_zero3_and_all_kept_is_zero2(core: Core, chain: Chain) -> None:
+    """The two ends of one scale, command by command, in every step."""
+    count = len(chain.order)
+
+    def log(after: str, keep_bytes: int) -> list[list[tuple[str, int]]]:
+        case = chain.case(after, keep_bytes=keep_bytes)
+        settings = (Setting("FIT" if after == "FIT" else "AUTO"), *case.settings[1:])
+        return Runner(core, replace(case, settings=settings)).feed_all(case.trace * 3)
+
+    assert log("FIT", 0) == log("FREE", 0)
+    assert log("FIT", 100 * count) == log("KEEP", 0)
+
+
+@holds_for(st.tuples(CHAINS, st.integers(0, 9)), examples=60)
+def test_every_unit_that_fits_saves_one_gather(core: Core, case: tuple[Chain, int]) -> None:
+    """In between: those that leave forward last, after the one whose buffer stays anyway; a bounded peak."""
+    chain, fit = case
+    count = len(chain.order)
+    run = chain.case("FIT", keep_bytes=100 * fit + 50)
+    runner = Runner(core, run)
+    runner.feed_all(run.trace)
+    before = runner.simulator.gathers
+    ops = [op for ops in runner.feed_all(run.trace) for op in ops]
+    saved = min(fit, count - 1)
+    assert runner.simulator.gathers - before == 2 * count - saved  # the root once, the last block once
+    kept = chain.order[-1 - saved : count - 1] if fit < count else chain.order
+    assert {unit for unit in chain.order if ops.count(("GATHER", unit)) == 1} == {*kept, chain.order[-1]}
+    ahead = 1 if chain.ahead is None else chain.ahead
+    assert runner.simulator.peak_bytes <= 100 * min(count + 1, 2 + ahead + fit)
+
+
+@holds
+def test_units_that_fit_are_chosen_from_the_end(core: Core) -> None:
+    keep = core.budget.units_to_keep
+    sizes = [99, 10, 20, 30, 0]
+    assert keep((), (3, 2, 1), sizes, 60, 3) == {1, 2, 3}
+    assert keep((), (3, 2, 1), sizes, 59, 3) == {1, 2}
+    assert keep((), (3, 2, 1), sizes, 59, None) == {2, 3}
+    assert keep((), (3, 2, 1), sizes, 45, None) == {3, 1}  # what does not fit leaves room for a smaller one
+    assert keep((1, 2), (3, 2, 1), sizes, 45, None) == {1, 2}  # kept already, for a backward that is still to come
+    assert keep((), (4, 3), sizes, 0, None) == frozenset()
+    assert keep((), (4, 3), sizes, 30, None) == {3, 4}
+
+
+@holds
+def test_what_backward_does_not_read_is_not_kept_for_it(core: Core) -> None:
+    case = Chain((1, 2, 3), None).case("FIT", keep_bytes=150)
+    settings = (*case.settings[:2], replace(case.settings[2], unshard_in_backward=False), case.settings[3])
+    runner = Runner(core, replace(case, settings=settings))
+    ops = [op for ops in runner.feed_all(case.trace * 2) for op in ops]
+    assert [ops.count(("GATHER", unit)) for unit in (1, 2, 3)] == [2, 2, 2]
+
+
+@holds
+def test_what_stays_after_backward_is_no_part_of_the_budget(core: Core) -> None:
+    """Full from the last microbatch, because the user said so: the next forward frees what does not fit."""
+    case = Chain((1, 2, 3), None).case("FIT", keep_bytes=50)
+    settings = tuple(replace(setting, keep_after_backward=True) for setting in case.settings)
+    runner = Runner(core, replace(case, settings=settings))
+    runner.feed_all(case.trace * 2)
+    assert [facts.reason for facts in runner.simulator.units] == ["policy"] * 4
 
 
 # Settings, by hand

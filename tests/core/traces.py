@@ -269,7 +269,7 @@ class Emitter:
 # Strategies
 
 _SIZES = st.sampled_from([16, 16, 40, 64, 100, 0])
-_AFTER = st.sampled_from(["AUTO", "AUTO", "FREE", "KEEP", "SHRINK"])
+_AFTER = st.sampled_from(["AUTO", "AUTO", "FREE", "KEEP", "SHRINK", "FIT"])
 _RARELY = st.integers(0, 4).map(lambda n: n == 4)
 _WAYS = st.sampled_from([Way.PLAIN] * 8 + list(Way))
 _FATES = st.sampled_from([1, 1, 1, 1, 1, 1, 2, 0])  # how often a module is called
@@ -413,6 +413,7 @@ class Case:
 ENGINES = st.fixed_dictionaries(
     {
         "prefetch_bytes": st.sampled_from([None, None, 0, 50, 100, 150, 1000]),
+        "keep_bytes": st.sampled_from([0, 50, 120, 1000]),
         "reduces_in_flight": st.integers(1, 3),
         "replicated": st.booleans(),
     }

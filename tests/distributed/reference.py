@@ -25,7 +25,8 @@ class Setup:
     sync: tuple[bool, ...] = ()
     """Per microbatch whether gradients are synchronized; default always."""
     replicas: int = 1
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | str | None = None
+    keep_bytes: int | None = None
     transport: str = "auto"
     shard_options: tuple[tuple[str, Any], ...] = ()
     at_rest: bool = True
@@ -45,6 +46,8 @@ def shard_case(case: Case, model: nn.Module, setup: Setup) -> FSDPModule:
     for unit in case.unit_modules(model):
         fully_shard(unit, **options)
     sharded: FSDPModule = fully_shard(model, **options)
+    if setup.keep_bytes is not None:
+        sharded.set_keep_bytes(setup.keep_bytes)
     return sharded
 
 

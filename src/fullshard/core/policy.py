@@ -12,24 +12,25 @@ class AfterForward(Enum):
     AUTO = "auto"  # the root keeps them if a backward follows, every other unit frees them
     FREE = "free"
     KEEP = "keep"
+    FIT = "fit"  # keep as many units as fit `SchedulePolicy.keep_bytes`; the root is as with AUTO
     SHRINK = "shrink"  # keep a shard over a smaller group
 
 
-def after_forward(reshard_after_forward: bool | int | None, shard_size: int) -> AfterForward:
+def after_forward(reshard_after_forward: bool | int | str | None, shard_size: int) -> AfterForward:
     """The meaning of the public argument `reshard_after_forward` on a shard axis of `shard_size` ranks.
 
     Raises:
-        TypeError: It is neither a bool, an int nor None.
+        TypeError: It is neither a bool, an int, "auto" nor None.
         ValueError: It is an int that is not a divisor of `shard_size`.
     """
     if reshard_after_forward is None:
         return AfterForward.AUTO
+    if reshard_after_forward == "auto":
+        return AfterForward.FIT
     if isinstance(reshard_after_forward, bool):
         return AfterForward.FREE if reshard_after_forward else AfterForward.KEEP
     if not isinstance(reshard_after_forward, int):
-        raise TypeError(
-            f"reshard_after_forward must be a bool, an int or None, got {type(reshard_after_forward).__name__}"
-        )
+        raise TypeError(f"reshard_after_forward must be a bool, an int, None or 'auto', got {reshard_after_forward!r}")
     if not 1 <= reshard_after_forward <= shard_size or shard_size % reshard_after_forward:
         divisors = [n for n in range(1, shard_size + 1) if shard_size % n == 0]
         raise ValueError(
@@ -73,17 +74,24 @@ class SchedulePolicy:
     """Settings of a whole engine.
 
     Attributes:
-        prefetch_bytes: Bytes of full buffers that may be gathered ahead of use; None means one unit, 0 none.
+        prefetch_bytes: Bytes of full buffers that may be gathered ahead of use. 0 means none; None one unit of any
+            size, or as many as are together no larger than the largest unit below the root.
+        keep_bytes: Bytes of full buffers that units with `AfterForward.FIT` may keep from forward to backward.
         reduces_in_flight: Units whose gradients may be on the wire at once.
         replicated: There is a replicate axis, so reduced gradients are all-reduced over it.
     """
 
     prefetch_bytes: int | None = None
+    keep_bytes: int | None = None
     reduces_in_flight: int = 1
     replicated: bool = False
 
     def __post_init__(self) -> None:
-        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
-            raise ValueError(f"prefetch_bytes must be None or at least 0, got {self.prefetch_bytes}")
+        for name in ("prefetch_bytes", "keep_bytes"):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise TypeError(f"{name} must be a number of bytes, an int, or None; got {number!r}")
+            if number is not None and number < 0:
+                raise ValueError(f"{name} must be None or at least 0, got {number}")
         if self.reduces_in_flight < 1:
             raise ValueError(f"reduces_in_flight must be at least 1, got {self.reduces_in_flight}")

@@ -156,7 +156,7 @@ class Replay:
     def resize(self, full_bytes: tuple[int, ...]) -> None:
         """Units have full buffers of these sizes from now on."""
         self._leave_tree()
-        self._scheduler.full_bytes = full_bytes
+        self._scheduler.resize(full_bytes)
 
     def _leave_tree(self) -> None:
         """The situation of now goes on under other settings."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from fullshard.core.budget import one_unit_bytes, units_to_keep
 from fullshard.core.events import Command, Event, EventKind
 from fullshard.core.lifecycle import TABLE, Op, State, Step
 from fullshard.core.order import LOOKAHEAD, ForwardOrder
@@ -47,13 +48,15 @@ class Scheduler:
     def __init__(self, full_bytes: Sequence[int], policies: list[UnitPolicy], policy: SchedulePolicy) -> None:
         if len(full_bytes) != len(policies):
             raise ValueError(f"{len(full_bytes)} units but {len(policies)} policies")
-        self.full_bytes = tuple(full_bytes)
+        self.resize(full_bytes)
         self.policies = policies
         self.policy = policy
         self.states = [State.SHARDED] * len(full_bytes)
         self.depths = [0] * len(full_bytes)
         self.moved: set[int] = set()
         self._order = ForwardOrder(list(range(len(full_bytes))))
+        # Units that the budget of `reshard_after_forward="auto"` has room for, since the root's last forward began.
+        self._kept: frozenset[int] = frozenset()
         # Units that left forward with a backward to come, in that order; backward takes them from the end.
         self._to_backward: list[int] = []
         # Units that the user unsharded ahead of use: no prefetch decision may drop them.
@@ -75,6 +78,11 @@ class Scheduler:
             EventKind.ABORT: self._abort,
         }
 
+    def resize(self, full_bytes: Sequence[int]) -> None:
+        """Units have full buffers of these sizes from now on."""
+        self.full_bytes = tuple(full_bytes)
+        self._one_unit_bytes = one_unit_bytes(self.full_bytes)
+
     def on(self, event: Event) -> tuple[Command, ...]:
         """Take one event and return the commands that answer it, in the order in which they are to be executed."""
         self._out = []
@@ -88,11 +96,11 @@ class Scheduler:
         lists: tuple[Sequence[Any], ...] = (
             *(self.states, self.depths, order.expected, order.recorded, self._to_backward, self._reducing),
         )
-        return (*(tuple(each) for each in lists), order.position, frozenset(self._pinned))
+        return (*(tuple(each) for each in lists), order.position, frozenset(self._pinned), self._kept)
 
     def load(self, memory: Memory) -> None:
         """Remember what was remembered when it was saved."""
-        states, depths, expected, recorded, to_backward, reducing, position, pinned = memory
+        states, depths, expected, recorded, to_backward, reducing, position, pinned, self._kept = memory
         self.states[:], self.depths[:] = states, depths
         self._order = ForwardOrder(list(expected), position, list(recorded))
         self._to_backward, self._reducing, self._pinned = list(to_backward), list(reducing), set(pinned)
@@ -129,6 +137,7 @@ class Scheduler:
             return
         if unit == 0 and self.depths[0] == 1:
             self._order.begin()
+            self._choose_kept()
         self._order.enter(unit, MAX_RECORD_PER_UNIT * len(self.states))
         self._move(unit, Step.ENTER_FORWARD)
         explicit = self.policies[unit].forward_prefetch
@@ -170,18 +179,31 @@ class Scheduler:
 
     def _after_forward(self, unit: int, will_backward: bool) -> AfterForward:
         after = self.policies[unit].after_forward
-        if after is not AfterForward.AUTO:
+        if after not in (AfterForward.AUTO, AfterForward.FIT):
             return after
-        # Without a backward to come, a kept root would only hold memory and go stale when parameters change.
-        return AfterForward.KEEP if unit == 0 and will_backward else AfterForward.FREE
+        # Without a backward to come, what is kept would only hold memory and go stale when parameters change.
+        keep = unit == 0 or (after is AfterForward.FIT and unit in self._kept)
+        return AfterForward.KEEP if keep and will_backward else AfterForward.FREE
+
+    def _choose_kept(self) -> None:
+        """Which units with `reshard_after_forward="auto"` stay full from this forward to its backward."""
+        policies, order = self.policies, self._order.expected
+        may = [u for u, policy in enumerate(policies) if u and policy.after_forward is AfterForward.FIT]
+        if not may:
+            self._kept = frozenset()
+            return
+        # What an earlier forward has kept for a backward that is still to come stays, and counts.
+        stay = [u for u in may if u in self._kept and self.states[u] is State.KEPT]
+        latest_first = [u for u in dict.fromkeys(reversed(order)) if u in may and policies[u].unshard_in_backward]
+        last = order[-1] if self._fits(0, order[-1]) else None
+        self._kept = units_to_keep(stay, latest_first, self.full_bytes, self.policy.keep_bytes or 0, last)
 
     def _stash_fits(self, unit: int) -> bool:
         """The last unit of forward is the first of backward: keeping its buffer is a prefetch that costs nothing."""
-        budget = self.policy.prefetch_bytes
         # Units around this one leave forward later, so backward needs them before it.
         around = (u for u in self.in_use() if self._after_forward(u, will_backward=True) is not AfterForward.KEEP)
         ahead = self.prefetched_bytes() + sum(self.full_bytes[u] for u in around)
-        return ahead == 0 if budget is None else ahead + self.full_bytes[unit] <= budget
+        return self._fits(ahead, unit)
 
     def _release_held(self) -> None:
         for unit, state in enumerate(self.states):
@@ -331,20 +353,25 @@ class Scheduler:
         self._out.sort(key=lambda command: command.op is Op.WAIT_GATHER)
 
     def _within_budget(self, current: int, ahead: Iterable[int]) -> tuple[int, ...]:
-        """The first units of `ahead` that need a buffer and together fit the budget (one unit if it is None)."""
-        budget = self.policy.prefetch_bytes
+        """The first units of `ahead` that need a buffer and together fit the budget."""
         wanted: list[int] = []
         used = 0
         for unit in ahead:
             if unit == current or unit in wanted or self._needs_no_prefetch(unit):
                 continue
+            if not self._fits(used, unit):
+                break
             used += self.full_bytes[unit]
-            if budget is not None and used > budget:
-                break
             wanted.append(unit)
-            if budget is None:
-                break
         return tuple(wanted)
+
+    def _fits(self, ahead_bytes: int, unit: int) -> bool:
+        """Whether `unit` may be gathered ahead of use beside other units of `ahead_bytes`.
+
+        Without the user's number it is one unit of any size, or as many as are together no larger than the largest.
+        """
+        total, budget = ahead_bytes + self.full_bytes[unit], self.policy.prefetch_bytes
+        return total <= budget if budget is not None else not ahead_bytes or total <= self._one_unit_bytes
 
     def _needs_no_prefetch(self, unit: int) -> bool:
         full = self.states[unit] in (State.KEPT, State.HELD, State.FORWARD, State.BACKWARD)

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.core.policy import UnitPolicy, after_forward
 from fullshard.core.strategy import RULES, ShardingStrategy
 from fullshard.errors import AlreadyShardedError
+from fullshard.runtime.attach import attach, sharded_class
 from fullshard.runtime.build import build_unit
 from fullshard.runtime.device import make_streams
 from fullshard.runtime.hooks import UnitHooks
-from fullshard.runtime.module import HANDLE, FSDPModule, attach, sharded_class, unit_of
+from fullshard.runtime.module import HANDLE, FSDPModule, unit_of
 from fullshard.runtime.params.describe import PlacementFn
 from fullshard.runtime.params.meshes import strategy_mesh, warn_if_not_hybrid
 from fullshard.runtime.params.place import DataParallelMeshDims, make_place
@@ -33,7 +34,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | str | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
@@ -54,7 +55,8 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         mesh: 1-D mesh of the ranks to shard over, or 2-D mesh (replicate x shard) for HSDP. Default: all ranks.
         reshard_after_forward: True frees the full parameters after forward; False keeps them for backward; None is
             False for the root while a backward follows and True otherwise; an int n keeps a shard over groups of n
-            consecutive ranks, so that the gather of backward stays within them (1 is False, all ranks is True).
+            consecutive ranks, so that the gather of backward stays within them (1 is False, all ranks is True); "auto"
+            keeps as many units as fit the bytes that `set_keep_bytes` gives the model.
         shard_placement_fn: For each parameter the `Shard(dim)` to use, None for dim 0, or a `ShardPlacementResult` for
             other ranks than those of `mesh` (experts).
         mp_policy: Dtypes to compute, reduce and return in.
@@ -105,7 +107,7 @@ def _tell_torch(module: nn.Module) -> None:
 
 
 def _by_strategy(
-    strategy: ShardingStrategy, mesh: DeviceMesh | None, reshard_after_forward: bool | int | None
+    strategy: ShardingStrategy, mesh: DeviceMesh | None, reshard_after_forward: bool | int | str | None
 ) -> tuple[DeviceMesh, UnitPolicy]:
     """Mesh and settings of a unit that is sharded by a strategy."""
     strategy = ShardingStrategy.accept(strategy)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.core.policy import UnitPolicy
+from fullshard.core.policy import AfterForward, UnitPolicy
 from fullshard.errors import MisuseError, UninitializedError
 from fullshard.runtime.collectives import check_agreement
 from fullshard.runtime.dtensors import local_of
@@ -126,6 +126,7 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
             engine.unproven = False
         return engine
     units, names = _units_in(module, attribute)
+    _require_budget(units)
     for other in units:
         if other.engine is not None:
             _take_over(other)
@@ -142,6 +143,17 @@ def find_engine(module: nn.Module, unit: Unit, attribute: str) -> Engine:
         handle.hooks.engine = engine
     _care_for_ignored(module, engine)
     return engine
+
+
+def _require_budget(units: list[Unit]) -> None:
+    """A budget cannot be read off free memory: that differs between ranks, and before a step nobody knows the peak."""
+    fit = [unit for unit in units if unit.policy.after_forward is AfterForward.FIT]
+    if fit and not any("keep_bytes" in unit.wishes.schedule for unit in units):
+        raise MisuseError(
+            f"reshard_after_forward='auto' (of {len(fit)} units) needs to know how many bytes of full parameters may "
+            "stay from forward to backward: call model.set_keep_bytes(number) on every rank before the first forward. "
+            f"All units together have {sum(unit.full_bytes for unit in units)} bytes as they are stored"
+        )
 
 
 def _care_for_ignored(root: nn.Module, engine: Engine) -> None:
@@ -275,7 +287,8 @@ def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[st
     members = [member for member in unit.members if member.place == place]
     settings = (
         f"{unit.precision}, transport {unit.place.transport!r}, after forward {policy.after_forward.value}, "
-        f"sync {policy.sync_gradients} {policy.sync_replicas}, debug {wants_debug(unit)}"
+        f"sync {policy.sync_gradients} {policy.sync_replicas}, debug {wants_debug(unit)}, "
+        f"schedule {dict(sorted(unit.wishes.schedule.items()))}"
     )
     # Of a subclass that shards itself the bits are not known here.
     equal = [m for m in members if (same_values or m.spec.replicated) and not m.dress.extends]

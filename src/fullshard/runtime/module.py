@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -21,12 +20,11 @@ from fullshard.runtime.collectives import AllGather, ReduceScatter, check_comm, 
 from fullshard.runtime.device import on_stream
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.failures.debug import debug_by_environment
-from fullshard.runtime.graphs import keep_out_of_graphs
-from fullshard.runtime.hooks import OPTIMIZER_HOOKS, EndOfBackward, UnitHooks
+from fullshard.runtime.hooks import UnitHooks
 from fullshard.runtime.unit import Unit
 from fullshard.runtime.unshard import UnshardHandle, Unsharding
 from fullshard.runtime.values.copying import cannot_be_pickled, deepcopy_module
-from fullshard.runtime.values.init import init_methods, note_materialized
+from fullshard.runtime.values.init import note_materialized
 from fullshard.runtime.values.loading import unchanged_if_it_fails
 
 # Where a sharded module carries its `Handle`.
@@ -40,23 +38,6 @@ class Handle:
     unit: Unit
     hooks: UnitHooks
     site: str
-
-
-def attach(modules: list[nn.Module], unit: Unit, site: str) -> None:
-    """Let the forward and backward of `modules` drive `unit`. What they call `site` is where the user sharded them."""
-    hooks = UnitHooks(unit, modules, functools.partial(find_engine, attribute=HANDLE))
-    OPTIMIZER_HOOKS.ensure()
-    keep_out_of_graphs(FSDPModule, UnitHooks, EndOfBackward)
-    handle = Handle(unit, hooks, site)
-    for each in modules:
-        each.__dict__[HANDLE] = handle
-
-
-@functools.cache
-def sharded_class(original: Any) -> type[nn.Module]:
-    """The subclass of `original` and `FSDPModule` that sharded modules get."""
-    body = {"__module__": original.__module__, **init_methods(original)}
-    return type(f"FSDP{original.__name__}", (FSDPModule, original), body)
 
 
 class FSDPModule:
@@ -205,8 +186,23 @@ class FSDPModule:
         self._change_schedule(reduces_in_flight=max_input_buffers)
 
     def set_prefetch_bytes(self, prefetch_bytes: int | None) -> None:
-        """Bytes of full parameters that may be gathered ahead of use; None: one unit, 0: none."""
+        """Bytes of full parameters that may be gathered ahead of use, in the whole model; the same on every rank.
+
+        0 gathers nothing ahead. None, the default, is one unit of any size, or as many of the next ones as are together
+        no larger than the largest unit below the root.
+        """
         self._change_schedule(prefetch_bytes=prefetch_bytes)
+
+    def set_keep_bytes(self, keep_bytes: int) -> None:
+        """Bytes of full parameters that units with `reshard_after_forward="auto"` keep from forward to backward.
+
+        A unit that is kept is gathered once a step, not twice. 0 keeps none (ZeRO-3), room for all keeps all (ZeRO-2);
+        in between those are kept that leave forward last. The root's own parameters, which are kept in any case, and
+        prefetches do not count. It is for the whole model, the same on every rank, and may change between steps.
+        """
+        if keep_bytes is None:
+            raise TypeError("keep_bytes must be a number of bytes, got None; 0 keeps nothing")
+        self._change_schedule(keep_bytes=keep_bytes)
 
     def set_debug(self, debug: bool) -> None:
         """True compares every communicating command over ranks before it runs, and raises where they differ.

@@ -137,18 +137,26 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks this host starts, and how the ranks split into replicas and shards (-1: the rest)."""
+    """How many ranks this host starts, and how the ranks split into replicas and shards (-1: the rest).
+
+    `keep_bytes` of full parameters stay from forward to backward with `reshard_after_forward`, and `prefetch_bytes` are
+    gathered ahead of use (-1: as many as the largest block has).
+    """
 
     nproc: int = 1
     dp_replicate: int = 1
     dp_shard: int = -1
     reshard_after_forward: bool = True
+    keep_bytes: int = 0
+    prefetch_bytes: int = -1
     transport: Literal["auto", "direct", "torch"] = "auto"
 
     def __post_init__(self) -> None:
         _require(self.nproc >= 1, "parallel.nproc", self.nproc, "at least 1 rank")
         _require(self.dp_replicate >= 1, "parallel.dp_replicate", self.dp_replicate, "at least 1")
         _require(self.dp_shard == -1 or self.dp_shard >= 1, "parallel.dp_shard", self.dp_shard, "-1 or at least 1")
+        _require(self.keep_bytes >= 0, "parallel.keep_bytes", self.keep_bytes, "0 or a number of bytes")
+        _require(self.prefetch_bytes >= -1, "parallel.prefetch_bytes", self.prefetch_bytes, "-1 or a number of bytes")
 
     def mesh_shape(self, world_size: int) -> tuple[int, int]:
         """(replicas, shards) for `world_size` ranks."""

@@ -105,11 +105,14 @@ def build_sharded(config: Config, world: World) -> nn.Module:
         "mp_policy": _precision(config),
         "transport": config.parallel.transport,
     }
+    parallel = config.parallel
     for layer in model.model.layers:
-        fully_shard(layer, reshard_after_forward=config.parallel.reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward="auto" if parallel.reshard_after_forward else False, **options)
     # Not for the root: backward begins with its head right after forward, so freeing it would only cost a gather.
-    fully_shard(model, **options)
-    return model
+    root = fully_shard(model, **options)
+    root.set_keep_bytes(parallel.keep_bytes)
+    root.set_prefetch_bytes(parallel.prefetch_bytes if parallel.prefetch_bytes >= 0 else None)
+    return root
 
 
 def _precision(config: Config) -> MixedPrecisionPolicy:

@@ -17,9 +17,10 @@ from fullshard.core.policy import AfterForward
 from fullshard.core.strategy import RULES, Axes, ShardingStrategy
 from fullshard.errors import AlreadyShardedError, MisuseError
 from fullshard.runtime.api import call_site
+from fullshard.runtime.attach import attach
 from fullshard.runtime.build import build_unit
 from fullshard.runtime.loop.clip import clip_grad_norm_
-from fullshard.runtime.module import HANDLE, FSDPModule, attach, unit_of
+from fullshard.runtime.module import HANDLE, FSDPModule, unit_of
 from fullshard.runtime.params.meshes import Groups, strategy_mesh, warn_if_not_hybrid
 from fullshard.runtime.params.place import Place, make_place
 from fullshard.runtime.policy import MixedPrecisionPolicy

@@ -175,7 +175,7 @@ class Resources:
 def make_place(
     mesh: DeviceMesh | None,
     transport: str,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: bool | int | str | None,
     dims: DataParallelMeshDims | None = None,
 ) -> Place:
     """Ranks and device of a unit, from the public arguments."""
@@ -193,7 +193,7 @@ def make_place(
     _check_mesh(mesh)
     after = after_forward(reshard_after_forward, mesh.size(-1))
     secondary = None
-    if reshard_after_forward is not None and after is AfterForward.SHRINK:
+    if isinstance(reshard_after_forward, int) and after is AfterForward.SHRINK:
         secondary = secondary_group(mesh, reshard_after_forward)
     return Place(mesh, _world(mesh), _device(mesh), transport, secondary, spmd)
 
