@@ -64,7 +64,7 @@ def check_arguments(rank: int) -> None:
         fully_shard(linear, transport="nvlink")
     with pytest.raises(ValueError, match=r"reshard_after_forward=3 must be a divisor .* 4: one of \[1, 2, 4\]"):
         fully_shard(linear, reshard_after_forward=3)
-    with pytest.raises(TypeError, match="must be a bool, an int or None, got str"):
+    with pytest.raises(TypeError, match="must be a bool, an int, None or 'auto', got 'yes'"):
         fully_shard(linear, reshard_after_forward="yes")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="mp_policy must be a MixedPrecisionPolicy, got dtype"):
         fully_shard(linear, mp_policy=torch.bfloat16)  # type: ignore[call-overload]

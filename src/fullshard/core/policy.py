@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 
 class AfterForward(Enum):
@@ -16,7 +17,7 @@ class AfterForward(Enum):
     SHRINK = "shrink"  # keep a shard over a smaller group
 
 
-def after_forward(reshard_after_forward: bool | int | str | None, shard_size: int) -> AfterForward:
+def after_forward(reshard_after_forward: bool | int | Literal["auto"] | None, shard_size: int) -> AfterForward:
     """The meaning of the public argument `reshard_after_forward` on a shard axis of `shard_size` ranks.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
     module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | str | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
@@ -107,7 +107,7 @@ def _tell_torch(module: nn.Module) -> None:
 
 
 def _by_strategy(
-    strategy: ShardingStrategy, mesh: DeviceMesh | None, reshard_after_forward: bool | int | str | None
+    strategy: ShardingStrategy, mesh: DeviceMesh | None, reshard_after_forward: bool | int | Literal["auto"] | None
 ) -> tuple[DeviceMesh, UnitPolicy]:
     """Mesh and settings of a unit that is sharded by a strategy."""
     strategy = ShardingStrategy.accept(strategy)

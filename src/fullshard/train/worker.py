@@ -109,10 +109,10 @@ def build_sharded(config: Config, world: World) -> nn.Module:
     for layer in model.model.layers:
         fully_shard(layer, reshard_after_forward="auto" if parallel.reshard_after_forward else False, **options)
     # Not for the root: backward begins with its head right after forward, so freeing it would only cost a gather.
-    root = fully_shard(model, **options)
+    root: Any = fully_shard(model, **options)
     root.set_keep_bytes(parallel.keep_bytes)
     root.set_prefetch_bytes(parallel.prefetch_bytes if parallel.prefetch_bytes >= 0 else None)
-    return root
+    return model
 
 
 def _precision(config: Config) -> MixedPrecisionPolicy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -175,7 +176,7 @@ class Resources:
 def make_place(
     mesh: DeviceMesh | None,
     transport: str,
-    reshard_after_forward: bool | int | str | None,
+    reshard_after_forward: bool | int | Literal["auto"] | None,
     dims: DataParallelMeshDims | None = None,
 ) -> Place:
     """Ranks and device of a unit, from the public arguments."""
