@@ -691,7 +691,7 @@ REPLAY = [
         "here.after.get(event)",
         "next(iter(here.after.values()), None)",
         _REPLAYED,
-        "the answer to",
+        "differ",
     ),
     Mutation(
         "the Scheduler decides without the events that it missed",
@@ -721,7 +721,7 @@ REPLAY = [
         "replay",
         "tuple(scheduler.policies), scheduler.policy, memory)",
         "(), scheduler.policy, memory)",
-        _REPLAYED,
+        "test_settings_that_come_back_decide_nothing",
         "the answer to",
     ),
     Mutation(

@@ -126,7 +126,7 @@ def test_an_event_that_fails_is_not_remembered(core: Core) -> None:
 def test_everything_a_scheduler_remembers_is_saved(core: Core) -> None:
     """A field that `save` leaves out would let two situations look the same that are not."""
     scheduler = core.schedule.Scheduler([1, 1], [core.policy.UnitPolicy()] * 2, core.policy.SchedulePolicy())
-    settings = {"full_bytes", "policies", "policy"}
+    settings = {"full_bytes", "_one_unit_bytes", "policies", "policy"}
     of_one_event = {"_out", "moved", "_handlers"}
-    saved = {"states", "depths", "_order", "_to_backward", "_pinned", "_reducing"}
+    saved = {"states", "depths", "_order", "_to_backward", "_pinned", "_reducing", "_kept"}
     assert set(vars(scheduler)) == settings | of_one_event | saved, "is the new field saved and loaded?"
