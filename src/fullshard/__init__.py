@@ -19,6 +19,7 @@ from fullshard.runtime.loop.scaler import ShardedGradScaler
 from fullshard.runtime.module import FSDPModule
 from fullshard.runtime.params.place import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.runtime.profile import Profile, profile
 from fullshard.runtime.unshard import UnshardHandle
 from fullshard.runtime.values.init import materialize
 from fullshard.runtime.whole.summon import full_parameters, use_parameters
@@ -66,6 +67,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Profile",
     "ReduceScatter",
     "ShardPlacementResult",
     "ShardedGradScaler",
@@ -84,6 +86,7 @@ __all__ = [
     "fully_shard",
     "materialize",
     "optim",
+    "profile",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "split_param_groups",

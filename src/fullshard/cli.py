@@ -93,6 +93,7 @@ def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     train.add_argument("config", nargs="?", type=Path, help="TOML or YAML file; without it, all defaults")
     train.add_argument("--nproc", metavar="N", help="ranks to start on this host (parallel.nproc)")
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the run")
+    train.add_argument("--profile", action="store_true", help="record some steps (profile.*): a summary and a trace")
     train.add_argument("--dry-run", action="store_true", help="show what would be trained, and stop")
     train.add_argument("--json", action="store_true", help="summary as one JSON document on stdout, the rest on stderr")
     train.add_argument("--status-file", type=Path, help=argparse.SUPPRESS)  # set by our launcher for its ranks
@@ -115,6 +116,8 @@ def _train(options: argparse.Namespace, overrides: list[Override]) -> int:
         overrides = [*overrides, ("parallel.nproc", options.nproc)]
     if options.resume:
         overrides = [*overrides, ("checkpoint.resume", "yes")]
+    if options.profile:
+        overrides = [*overrides, ("profile.enabled", "true")]
     settings = load_settings(options.config, overrides)
     place = _place()
     if options.dry_run:

@@ -892,4 +892,91 @@ SETTINGS_AND_NUMBERS = [
     ),
 ]
 
-MUTATIONS = [*LAYOUT, *GROUPING_AND_SPEC, *TABLE, *SCHEDULE, *REPLAY, *SETTINGS_AND_NUMBERS]
+PROFILE = [
+    Mutation(
+        "what is in a range within a range counts twice",
+        "profile",
+        "own[open_spans[-1]] -= end - begin",
+        "own[open_spans[-1]] -= 0",
+        "test_parts_of_a_step_add_up_and_are_those_of_every_moment",
+    ),
+    Mutation(
+        "what reaches over the end of a step counts in it",
+        "profile",
+        "min(end, step.end_ns)) for name",
+        "end) for name",
+        "test_parts_of_a_step_add_up_and_are_those_of_every_moment",
+    ),
+    Mutation(
+        "a wait is compute",
+        "profile",
+        "    Op.WAIT_GATHER: WAIT_GATHER,\n",
+        "    Op.WAIT_GATHER: COMPUTE,\n",
+        "test_parts_of_a_step_add_up_and_are_those_of_every_moment",
+    ),
+    Mutation(
+        "a wait for a gather ends the reduce of the unit",
+        "profile",
+        "land(in_flight.pop((ran.unit, ran.op in _ENDS_GATHER), ()), ran.end_ns)",
+        "land(in_flight.pop((ran.unit, True), ()), ran.end_ns)",
+        "test_every_collective_lands_once_after_its_start",
+    ),
+    Mutation(
+        "a transfer that is never waited for is lost",
+        "profile",
+        "for left in in_flight.values():",
+        "for left in ():",
+        "test_every_collective_lands_once_after_its_start",
+    ),
+    Mutation(
+        "communication alone is that of the measured steps",
+        "profile",
+        "alone_parts = _mean_parts(recording, alone)",
+        "alone_parts = parts",
+        "test_profile_of_a_rank_by_hand",
+    ),
+    Mutation(
+        "bytes are those of all steps",
+        "profile",
+        "if any(s.begin_ns <= ran.begin_ns < s.end_ns for s in steps)",
+        "if steps",
+        "test_profile_of_a_rank_by_hand",
+    ),
+    Mutation(
+        "overlap falls below nothing",
+        "profile",
+        "return max(0.0, 1.0 - self.exposed_seconds / self.alone_seconds)",
+        "return 1.0 - self.exposed_seconds / self.alone_seconds",
+        "test_waits_longer_than_transfers_are_no_overlap",
+    ),
+    Mutation(
+        "as many steps as there are kinds before measuring are called enough",
+        "profile",
+        "at least {len(FIRST_KINDS) + 1} steps",
+        "at least {len(FIRST_KINDS)} steps",
+        "test_too_few_steps_are_an_error",
+    ),
+    Mutation(
+        "the summary is that of the first rank",
+        "summary",
+        "return sum(of(rank) for rank in self.ranks) / len(self.ranks)",
+        "return of(self.ranks[0])",
+        "test_summary_of_two_ranks_by_hand",
+    ),
+    Mutation(
+        "transfers that overlap share a track",
+        "trace",
+        "if lane[-1].end_ns <= transfer.begin_ns",
+        "if lane",
+        "test_a_trace_is_json_whose_ranges_nest",
+    ),
+    Mutation(
+        "what is in a range counts as compute in the trace",
+        "trace",
+        "    busy += [(span.begin_ns, span.end_ns) for span in recording.ranges]\n",
+        "",
+        "test_a_trace_is_json_whose_ranges_nest",
+    ),
+]
+
+MUTATIONS = [*LAYOUT, *GROUPING_AND_SPEC, *TABLE, *SCHEDULE, *REPLAY, *SETTINGS_AND_NUMBERS, *PROFILE]

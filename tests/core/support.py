@@ -25,6 +25,7 @@ CORE_FOLDER = Path(fullshard.core.__file__).parent
 CORE_MODULES = (
     *("spec", "layout", "grouping", "lifecycle", "policy", "order", "budget", "events", "schedule", "replay"),
     *("scaling", "cost"),
+    *("profile", "summary", "trace"),
 )
 
 
@@ -48,6 +49,9 @@ class Core:
         self.replay: Any = modules["replay"]
         self.scaling: Any = modules["scaling"]
         self.cost: Any = modules["cost"]
+        self.profile: Any = modules["profile"]
+        self.summary: Any = modules["summary"]
+        self.trace: Any = modules["trace"]
 
 
 @cache

@@ -11,6 +11,7 @@ from core import (
     test_grouping,
     test_layout,
     test_policy,
+    test_profile,
     test_replay,
     test_scaling,
     test_schedule,
@@ -21,7 +22,8 @@ from core.support import PROPERTIES, Core, source_of
 
 # Importing them has registered their properties.
 WITH_PROPERTIES = (
-    *(test_cost, test_grouping, test_layout, test_policy, test_replay, test_scaling, test_schedule, test_spec),
+    *(test_cost, test_grouping, test_layout, test_policy, test_profile, test_replay),
+    *(test_scaling, test_schedule, test_spec),
 )
 
 

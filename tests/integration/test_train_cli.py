@@ -98,19 +98,22 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def test_json_summary_is_one_document_on_stdout(tmp_path: Path) -> None:
-    code, out, err = finish(start("train", write_config(tmp_path, steps=3), "--json", "--train.seed", "5"))
+    profile = ("--profile", "--profile.start=1", "--profile.steps=4")
+    code, out, err = finish(start("train", write_config(tmp_path, steps=5), "--json", "--train.seed", "5", *profile))
     assert code == 0, err
     summary = json.loads(out)
     assert summary["ending"] == "finished"
-    assert (summary["ranks"], summary["step"]) == (2, 3)
-    assert summary["tokens"] == 3 * 2 * 2 * 32
+    assert (summary["ranks"], summary["step"]) == (2, 5)
+    assert summary["tokens"] == 5 * 2 * 2 * 32
     assert 0.45 < summary["bytes_per_rank"]["ratio"] < 0.55
     assert summary["validation_loss"]["after"] < summary["validation_loss"]["before"]
     assert summary["sample"].startswith("def ")
     assert "bytes held per rank" in err
     folder = Path(summary["run_folder"])
     assert json.loads((folder / "summary.json").read_text()) == summary
-    assert checkpoints(tmp_path) == ["latest", "step-3"]
+    assert checkpoints(tmp_path) == ["latest", "step-5"]
+    assert summary["profile"]["measured_steps"] == 1
+    assert (folder / "profile" / "summary.txt").read_text().rstrip() in err
     again, out, err = finish(start("train", folder / "config.toml", "--json", "--nproc", "1", "--train.steps=1"))
     assert again == 0, err
     assert json.loads(out)["run_folder"] == str(folder) + "-2"
@@ -201,6 +204,7 @@ def test_signal_while_the_text_is_read_ends_promptly(
         (["train", "--nproc", "two"], "expected a whole number"),
         (["train", "--parallel.dp_replicate", "2"], "needs 2 ranks, but 1 are started"),
         (["config", "validate", "--train.steps", "0"], "expected at least 1"),
+        (["train", "--profile", "--train.steps", "5"], "expected at least profile.start + profile.steps = 11, or no"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -39,6 +39,7 @@ from fullshard.train.config import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    ProfileConfig,
     RunConfig,
     TrainConfig,
 )
@@ -395,3 +396,51 @@ def run_example(rank: int, path: Path) -> float:
 def test_ten_line_example_learns(cluster: Cluster) -> None:
     path = Path(__file__).parents[2] / "examples" / "train_ten_lines.py"
     assert max(cluster.run(run_example, path)) < 0.9
+
+
+def profiled(rank: int, config: Config, stop_at: int = -1) -> tuple[Trained, list[str]]:
+    notes: list[str] = []
+
+    class View(StopAfter):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    stop = StopRequest()
+    parts, progress = prepare(config, make_world(rank), SilentProgress())
+    view = View(stop, stop_at)
+    result, summary = train(parts, progress, view, stop)
+    with torch.no_grad():
+        shards = {name: local_part(p).clone() for name, p in parts.model.named_parameters()}
+    assert (summary["profile"] is not None) == (stop_at < 0)
+    return Trained(result.ending, result.validation_loss, shards), notes
+
+
+def test_a_profiled_run_has_the_same_losses_and_tells_where_its_time_went(cluster: Cluster, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    plain = cluster.run(train_once, config)
+    profile = ProfileConfig(enabled=True, start=1, steps=5)
+    config = replace(config, run=replace(config.run, name="b"), profile=profile, eval=EvalConfig(interval=3, windows=7))
+    within = cluster.run(profiled, config)
+    assert losses(tmp_path, "a") == losses(tmp_path, "b")
+    for one, (other, notes) in zip(plain, within, strict=True):
+        assert one.validation == other.validation
+        assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+        assert any("profile/trace.json; open it in https://ui.perfetto.dev" in note for note in notes)
+    folder = tmp_path / "runs" / "b" / "profile"
+    numbers = json.loads((folder / "summary.json").read_text())
+    assert numbers["measured_steps"] == 2
+    assert len(numbers["ranks"]) == 2
+    named = {"compute", "start gathers", "wait for gathers", "start reduces", "wait for reduces"}
+    assert named | {"optimizer", "clip", "data", "report", "numbers of all ranks"} <= numbers["parts"].keys()
+    assert sum(numbers["parts"].values()) == pytest.approx(numbers["step_seconds"])
+    assert "overlap" in (folder / "summary.txt").read_text()
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"gather model.layers.1", "validation", "step 4 (measured)"}
+
+
+def test_a_run_that_is_stopped_too_early_has_no_profile(cluster: Cluster, tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path), profile=ProfileConfig(enabled=True, start=2, steps=6))
+    for trained, notes in cluster.run(profiled, config, 3):
+        assert trained.ending == "preempted"
+        assert "no profile: it is of steps 3 to 8 of a session, and this one had 4" in notes
+    assert not (tmp_path / "runs" / "a" / "profile").exists()

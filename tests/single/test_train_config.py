@@ -90,6 +90,7 @@ def test_override_without_a_value_is_an_error() -> None:
         ("data.seq_len", "4096", r"at most model\.max_position_embeddings = 2048"),
         ("run.name", "a/b", "one folder name without slashes"),
         ("data.paths", "[1]", "expected a list of strings"),
+        ("profile.steps", "3", r"profile\.steps = 3 is not possible: expected at least 4 \(one that counts copies"),
     ],
 )
 def test_wrong_setting_is_an_error_that_helps(key: str, value: str, message: str) -> None:

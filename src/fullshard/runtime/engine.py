@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
 from fullshard.core.lifecycle import Op, State
 from fullshard.core.policy import SchedulePolicy, UnitPolicy
@@ -181,10 +183,14 @@ class Engine:
             unit.show(full=self.scheduler.states[unit.index].in_use)
 
     def _execute(self, unit: Unit, act: Callable[[Unit], None]) -> None:
-        if self.watch is None:
+        watch = self.watch
+        if _profiler_enabled():  # of torch; to name ranges without one would cost far more than to ask
+            with record_function(f"fullshard: {act.__name__.replace('_', ' ')} {unit.name or '(root)'}"):
+                act(unit) if watch is None else watch(unit, act)
+        elif watch is None:
             act(unit)
         else:
-            self.watch(unit, act)
+            watch(unit, act)
 
     def retire(self, unit: Unit) -> None:
         """`unit` goes to the engine of another root: no more events from units that stay behind, if there are any."""

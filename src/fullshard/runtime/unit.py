@@ -15,7 +15,6 @@ from torch import nn
 from fullshard.core.policy import UnitPolicy
 from fullshard.core.scaling import divide_factors
 from fullshard.runtime.collectives import Call, Pending, command_tag
-from fullshard.runtime.device import BufferPool
 from fullshard.runtime.params.describe import Found
 from fullshard.runtime.params.gradients import GradientFlow
 from fullshard.runtime.params.place import Links, Place, Resources
@@ -179,10 +178,6 @@ class Unit:
             flow.links = resources.links[flow.place]
 
     @property
-    def _pool(self) -> BufferPool:
-        return self.resources.pool
-
-    @property
     def resources(self) -> Resources:
         """Memory and transports; only after `start`."""
         assert self._resources is not None, "the unit has no engine yet"
@@ -197,6 +192,11 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether shards were written in place since they were gathered (by hand; optimizers report themselves)."""
         return any(flow.is_stale() for flow in self.flows)
+
+    @property
+    def in_flight(self) -> list[Pending]:
+        """What was started and is not ended, gathers first."""
+        return self._gathering + self._reducing
 
     @property
     def trainable(self) -> bool:
@@ -225,7 +225,7 @@ class Unit:
             flow.note_gathered()
             transport = flow.links.secondary if secondary else flow.links.shard
             assert transport is not None
-            items = flow.buffers.begin_gather(self._pool, secondary)
+            items = flow.buffers.begin_gather(self.resources.pool, secondary)
             self._gathering.append(transport.gather(items, self._call("gather", _GATHER, number)))
 
     def wait_gather(self) -> None:
@@ -245,7 +245,7 @@ class Unit:
         for flow in self.flows:
             transport = flow.links.secondary
             assert transport is not None
-            flow.buffers.shrink(self._pool, transport.size, transport.rank)
+            flow.buffers.shrink(self.resources.pool, transport.size, transport.rank)
         self.register_sharded()
 
     def free(self) -> None:
@@ -255,7 +255,7 @@ class Unit:
             self._finish_gather()
         finally:
             for flow in self.flows:
-                flow.buffers.release(self._pool)
+                flow.buffers.release(self.resources.pool)
 
     def hold(self) -> None:
         """Keep full gradients for a later reduce."""

@@ -243,6 +243,20 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps of a session `--profile` records: `steps` of them after the first `start`."""
+
+    enabled: bool = False
+    start: int = 3
+    steps: int = 8
+
+    def __post_init__(self) -> None:
+        _require(self.start >= 0, "profile.start", self.start, "0 or a number of steps")
+        expected = "at least 4 (one that counts copies, two in which nothing overlaps, and those that are measured)"
+        _require(self.steps >= 4, "profile.steps", self.steps, expected)
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything `fullshard train` needs to know. Sections are the tables of the TOML file."""
 
@@ -255,6 +269,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         _require(
@@ -269,4 +284,11 @@ class Config:
             "run.sample_bytes",
             self.run.sample_bytes,
             f"at most model.max_position_embeddings minus the prompt = {room}",
+        )
+        last = self.profile.start + self.profile.steps
+        _require(
+            not self.profile.enabled or self.train.steps >= last,
+            "train.steps",
+            self.train.steps,
+            f"at least profile.start + profile.steps = {last}, or no --profile",
         )

@@ -4,6 +4,7 @@
     corpus/           the prepared text
     metrics.jsonl     one JSON object per step, one per validation
     checkpoint/       see fullshard.train.checkpoint
+    profile/          of some steps, with --profile: trace.json, summary.txt, summary.json
     summary.json      what was printed at the end
 
 A new run never writes into the folder of another one: if `runs/NAME` is taken it becomes `runs/NAME-2`, and so on.
@@ -48,9 +49,12 @@ class RunFolder:
         """Make the folder and write the resolved configuration (a resumed run keeps the first one)."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.resumes or not (self.path / CONFIG_FILE).exists():
-            # The written file starts a run of its own: a resumed run's "resume" must not stick to it.
+            # The written file starts a run of its own: neither "resume" nor a look at this one must stick to it.
             fresh = replace(
-                config, run=replace(config.run, name=self.path.name), checkpoint=replace(config.checkpoint, resume="no")
+                config,
+                run=replace(config.run, name=self.path.name),
+                checkpoint=replace(config.checkpoint, resume="no"),
+                profile=replace(config.profile, enabled=False),
             )
             (self.path / CONFIG_FILE).write_text(to_toml(fresh), encoding="utf-8")
 

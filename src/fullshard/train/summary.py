@@ -41,6 +41,7 @@ def make_summary(parts: Parts, result: Result, sample: bytes) -> dict[str, Any]:
             "ratio": own.total / ddp.total if ddp.total else None,
         },
         "peak_memory_per_rank": result.peak_memory,
+        "profile": result.profile.summary().as_dict() if result.profile is not None else None,
         "sample": sample.decode("utf-8", errors="replace"),
     }
 

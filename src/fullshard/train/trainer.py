@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fullshard import clip_grad_norm_
+from fullshard import Profile, clip_grad_norm_
 from fullshard.train.checkpoint import Progress, TrainState, save_checkpoint
 from fullshard.train.config import Config
 from fullshard.train.errors import DivergedError
@@ -19,6 +19,7 @@ from fullshard.train.folder import METRICS_FILE, MetricsLog, RunFolder
 from fullshard.train.loss import backward_window, evaluate, valid_tokens
 from fullshard.train.memory import StateBytes, memory_now, memory_peak, state_bytes
 from fullshard.train.optim import learning_rate, set_learning_rate
+from fullshard.train.profile import StepProfile
 from fullshard.train.progress import ProgressView, StepReport, bits_per_byte
 from fullshard.train.stop import StopRequest
 from fullshard.train.windows import Batch, TrainStream, ValidationWindows
@@ -57,6 +58,7 @@ class Result:
     tokens: int  # of all ranks in those steps
     bytes_per_rank: tuple[StateBytes, StateBytes]  # this engine (the largest rank), DDP
     peak_memory: int  # of the largest rank
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Trainer:
         self.reports: list[StepReport] = []  # the first and the last one
         self.seconds = 0.0
         self.bytes: tuple[StateBytes, StateBytes] | None = None
+        self.profile = StepProfile(parts.config.profile, parts.model, parts.world, parts.folder.path)
 
     def run(self) -> Result:
         """Train to the end, or until a stop is asked for; a checkpoint is saved in both cases."""
@@ -98,9 +101,12 @@ class Trainer:
                 self.view.note(f"{signal.Signals(stop).name}: stopping after step {self.step}; saving a checkpoint.")
                 break
             if config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
-                self.save()
+                with self.profile.range("checkpoint"):
+                    self.save()
             if config.eval.interval and self.step % config.eval.interval == 0 and self.step < config.train.steps:
-                self.validate()
+                with self.profile.range("validation"):
+                    self.validate()
+        self.profile.close(self.view)
         if ending != "finished" or config.checkpoint.save_at_end:
             self.save()
         after = self.validate() if ending == "finished" and self.reports else None
@@ -108,44 +114,52 @@ class Trainer:
 
     def train_step(self) -> int:
         """One optimizer step; returns the number of the signal that asks all ranks to stop, or 0."""
+        self.profile.begin_step()
         started = time.perf_counter()
-        batches, position = self._next_batches()
+        with self.profile.range("data"):
+            batches, position = self._next_batches()
         data_seconds = time.perf_counter() - started
         tokens, grad_norm, ranks = self._gradients(batches)
         loss = sum(ranks.loss_sums) / tokens
         self._check_finite(loss, grad_norm)
-        lr = self._update()
+        with self.profile.range("optimizer"):
+            lr = self._update()
         self.step, self.position = self.step + 1, position
         seconds = time.perf_counter() - started
         self.seconds += seconds
-        self._report(
-            StepReport(
-                step=self.step,
-                steps=self.parts.config.train.steps,
-                loss=loss,
-                max_loss=max(ranks.loss_sums) * len(ranks.loss_sums) / tokens,
-                grad_norm=grad_norm,
-                lr=lr,
-                seconds=seconds,
-                data_seconds=data_seconds,
-                tokens=tokens,
-                tokens_seen=self.position * self.parts.config.data.seq_len,
-                memory=ranks.memory,
-                peak_memory=ranks.peak_memory,
-                seconds_left=self._seconds_left(),
-            )
+        report = StepReport(
+            step=self.step,
+            steps=self.parts.config.train.steps,
+            loss=loss,
+            max_loss=max(ranks.loss_sums) * len(ranks.loss_sums) / tokens,
+            grad_norm=grad_norm,
+            lr=lr,
+            seconds=seconds,
+            data_seconds=data_seconds,
+            tokens=tokens,
+            tokens_seen=self.position * self.parts.config.data.seq_len,
+            memory=ranks.memory,
+            peak_memory=ranks.peak_memory,
+            seconds_left=self._seconds_left(),
         )
+        with self.profile.range("report"):
+            self._report(report)
+        self.profile.end_step(self.view)
         return max(ranks.stops)
 
     def _gradients(self, batches: list[Batch]) -> tuple[int, float, RankNumbers]:
         """(valid tokens of all ranks, norm of the clipped gradients, what every rank reports)."""
         config, world, model = self.parts.config.train, self.parts.world, self.parts.model
-        tokens = int(world.gather_numbers([valid_tokens(batches)]).sum())
-        self.parts.optimizer.zero_grad(set_to_none=True)
+        with self.profile.range("numbers of all ranks"):
+            tokens = int(world.gather_numbers([valid_tokens(batches)]).sum())
+        with self.profile.range("optimizer"):
+            self.parts.optimizer.zero_grad(set_to_none=True)
         loss_sum = backward_window(model, batches, tokens, world.size, config.gradient_sync)
-        norm = float(clip_grad_norm_(model, config.max_grad_norm))
-        own = [loss_sum, self.stop.pending(), memory_now(world.device), memory_peak(world.device)]
-        losses, *rest = world.gather_numbers(own).T.tolist()
+        with self.profile.range("clip"):
+            norm = float(clip_grad_norm_(model, config.max_grad_norm))
+        with self.profile.range("numbers of all ranks"):
+            own = [loss_sum, self.stop.pending(), memory_now(world.device), memory_peak(world.device)]
+            losses, *rest = world.gather_numbers(own).T.tolist()
         return tokens, norm, RankNumbers(tuple(losses), *(tuple(map(int, column)) for column in rest))
 
     def _update(self) -> float:
@@ -243,6 +257,7 @@ class Trainer:
             tokens=sum_tokens(self.reports),
             bytes_per_rank=self.bytes or (nothing, nothing),
             peak_memory=int(peak.max()),
+            profile=self.profile.found,
         )
 
 

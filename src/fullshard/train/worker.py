@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard
@@ -58,6 +59,8 @@ def run_worker(config: Config, place: Place, output: Output) -> int:
         result, summary = train(parts, progress, view, stop)
     if place.rank == 0:
         print_summary(console, summary)
+        if result.profile is not None:
+            console.print(Text(f"\nprofile: {result.profile.summary()}"), soft_wrap=True)
         if output.as_json:
             sys.stdout.write(json.dumps(summary, indent=2) + "\n")
             sys.stdout.flush()
