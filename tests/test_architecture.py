@@ -36,6 +36,8 @@ ALLOWED_IMPORTS: dict[str, tuple[str, ...]] = {
 LAYERS = ("core", "runtime", "wrapper", "tools", "train", "cli")
 STANDARD_LIBRARY_ONLY = ("errors", "core")
 FORBIDDEN_ENGINES = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel", "deepspeed")
+# `fullshard bench` times steps of torch's engines beside ours, on the user's own machine.
+COMPARES_WITH_ENGINES = ("tools.bench.peers",)
 # No engine, but where they all enter what was done to a module, so that others leave it alone.
 REGISTRY_OF_ENGINES = "torch.distributed._composable.contract"
 
@@ -158,6 +160,8 @@ def core_is_standard_library_only(source: Source) -> list[str]:
 
 
 def no_other_engine(source: Source) -> list[str]:
+    if source.within(*COMPARES_WITH_ENGINES):
+        return []
     return [
         f"line {line}: imports {name}"
         for line, name in _imports(source)
@@ -326,6 +330,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (no_other_engine, "train.loop", "from torch.nn.parallel import DistributedDataParallel"),
     (no_other_engine, "train.loop", "from torch.distributed import fsdp"),
     (no_other_engine, "tools.report", "import deepspeed"),
+    (no_other_engine, "tools.bench.step", "from torch.distributed.fsdp import fully_shard"),
     (only_collectives_communicate, "runtime.unit", "dist.all_reduce(norm)"),
     (only_collectives_communicate, "runtime.unit", "torch.distributed.batch_isend_irecv(ops)"),
     (only_collectives_communicate, "runtime.unit", "torch.distributed.distributed_c10d.all_gather_object(a, b)"),
@@ -365,6 +370,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (core_is_standard_library_only, "core.layout", "from __future__ import annotations\nimport math"),
     (core_is_standard_library_only, "runtime.unit", "import torch"),
     (no_other_engine, "runtime.api", "from torch.distributed.tensor import DTensor"),
+    (no_other_engine, "tools.bench.peers", "from torch.distributed.fsdp import fully_shard"),
     (only_collectives_communicate, "runtime.collectives.direct", "dist.isend(rows, peer)"),
     (
         only_collectives_communicate,

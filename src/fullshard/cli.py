@@ -25,13 +25,16 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import fullshard
 from fullshard.errors import FullshardError
+from fullshard.tools.bench.subject import Subject
+from fullshard.train.config import ModelConfig
 from fullshard.train.errors import ConfigError, TrainError
 from fullshard.train.launch import launch, lost_peer
+from fullshard.train.llama import LlamaDecoderLayer, build_llama, parameter_count
 from fullshard.train.plan import describe_run
 from fullshard.train.settings import Settings, load_settings, split_overrides, to_dict, to_toml
 from fullshard.train.stop import EarlyStopError
 from fullshard.train.worker import Output, run_worker
-from fullshard.train.world import Place
+from fullshard.train.world import Place, joined
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 Override = tuple[str, str]
@@ -75,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(verbs)
     _add_config(verbs)
+    _add_bench(verbs)
     env = verbs.add_parser("env", help="print versions and hardware, for a bug report", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as one JSON document")
     env.set_defaults(verb=_env)
@@ -111,6 +115,28 @@ def _add_config(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action.set_defaults(verb=verb)
 
 
+def _add_bench(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = verbs.add_parser(
+        "bench",
+        help="measure this machine: link, matrices, memory, whole steps",
+        description="Measure the link between ranks (gather and reduce by size and transport), matrix products and "
+        "copies, and write the numbers to a calibration file. Starts its own ranks, or runs as one of torchrun's.",
+        epilog="Settings of the section runtime can be given as --runtime.key VALUE; see `fullshard config show`.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("--ranks", metavar="N", help="ranks to start on this host; default: accelerators, or 2 without")
+    bench.add_argument("--quick", action="store_true", help="fewer and smaller sizes: a few seconds")
+    bench.add_argument(
+        "--step",
+        metavar="BLOCKSxWIDTH",
+        help="also time a step of a Llama of this size under fullshard, torch's FSDP2 and DDP, such as 8x512",
+    )
+    bench.add_argument("--out", type=Path, default=Path("fullshard-calibration.json"), help="default: %(default)s")
+    bench.add_argument("--json", action="store_true", help="the calibration on stdout, the tables on stderr")
+    bench.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # set by our launcher for its ranks
+    bench.set_defaults(verb=_bench)
+
+
 def _train(options: argparse.Namespace, overrides: list[Override]) -> int:
     if options.nproc is not None:
         overrides = [*overrides, ("parallel.nproc", options.nproc)]
@@ -133,12 +159,17 @@ def _train(options: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _run_rank(settings: Settings, place: Place, output: Output) -> int:
-    """One rank under a launcher: an error also goes into the file where the launcher looks for it."""
+    """One rank of a training run under a launcher."""
+    return _under_launcher(lambda: run_worker(settings.config, place, output), place, output.launched)
+
+
+def _under_launcher(action: Callable[[], int], place: Place, launched: bool) -> int:
+    """Run `action`; an error also goes into the file where the launcher looks for it."""
     handler = get_error_handler()
     try:
-        return run_worker(settings.config, place, output)
+        return action()
     except EarlyStopError as stop:
-        if output.launched:  # our own launcher says it, once for all ranks
+        if launched:  # our own launcher says it, once for all ranks
             return stop.exit_code
         raise
     except Exception as error:  # noqa: BLE001  whatever it is, the launcher must hear of it
@@ -147,7 +178,7 @@ def _run_rank(settings: Settings, place: Place, output: Output) -> int:
         handler.record_exception(cause)
         if lost is None and not isinstance(error, FullshardError):
             traceback.print_exc()
-        elif not output.launched:  # our own launcher prints what is in the file, once for all ranks
+        elif not launched:  # our own launcher prints what is in the file, once for all ranks
             _print_error(f"rank {place.rank}: {cause}")
         return error.exit_code if isinstance(error, TrainError) else 1
 
@@ -186,6 +217,57 @@ def _config_validate(options: argparse.Namespace, overrides: list[Override]) -> 
     else:
         _say(f"{options.config or 'the default configuration'} is valid.")
     return 0
+
+
+def _bench(options: argparse.Namespace, overrides: list[Override]) -> int:
+    if foreign := [key for key, _ in overrides if not key.startswith("runtime.")]:
+        raise ConfigError(f"`fullshard bench` takes settings of the section runtime only, found --{foreign[0]}.")
+    ranks = options.ranks or str(torch.accelerator.device_count() if torch.accelerator.is_available() else 2)
+    settings = load_settings(None, [*overrides, ("parallel.nproc", ranks)])
+    subject = _subject(options.step) if options.step else None
+    if not options.out.parent.is_dir():
+        raise ConfigError(f"--out {options.out} is not possible: there is no folder {options.out.parent}.")
+    place = _place()
+    if place is not None:
+        where = place
+        return _under_launcher(lambda: _bench_rank(settings, where, options, subject), place, options.launched)
+    if settings.config.parallel.nproc == 1:
+        return _bench_rank(settings, Place(), options, subject)
+    _use_loopback()
+    command = ["-m", "fullshard", "bench", "--launched", "--out", str(options.out)]
+    command += [flag for flag, given in (("--quick", options.quick), ("--json", options.json)) if given]
+    command += ["--step", options.step] if options.step else []
+    command += [f"--{key}={value}" for key, value in overrides]
+    return launch(settings.config, lambda _: command)
+
+
+def _bench_rank(settings: Settings, place: Place, options: argparse.Namespace, subject: Subject | None) -> int:
+    from fullshard.tools.bench.run import Plan, quick_plan, run_bench
+    from fullshard.tools.bench.show import print_finding
+
+    plan = quick_plan(subject) if options.quick else Plan(subject=subject)
+    with joined(settings.config, place) as world:
+        finding = run_bench(plan, world.device, place.local_size)
+    if place.rank == 0:
+        options.out.write_text(finding.document, encoding="utf-8")
+        console = Console(stderr=options.json)
+        print_finding(console, finding)
+        console.print(f"\ncalibration: {options.out}", markup=False, soft_wrap=True)
+        if options.json:
+            sys.stdout.write(finding.document)
+            sys.stdout.flush()
+    return 0
+
+
+def _subject(size: str) -> Subject:
+    """The Llama that --step names, in the proportions of Llama 2."""
+    blocks, _, width = size.partition("x")
+    if not (blocks.isdecimal() and width.isdecimal()):
+        raise ConfigError(f"--step {size} is not possible: expected BLOCKSxWIDTH, such as 8x512.")
+    hidden = -(-int(width) * 8 // (3 * 128)) * 128
+    model = ModelConfig(int(width), int(blocks), num_key_value_heads=8, intermediate_size=hidden)
+    title = f"Llama {size}, {parameter_count(model) / 1e6:.1f} M"
+    return Subject(title, lambda: build_llama(model, seed=0), LlamaDecoderLayer, model.vocab_size, positions=128)
 
 
 def _env(options: argparse.Namespace, overrides: list[Override]) -> int:
