@@ -238,7 +238,7 @@ def _bench(options: argparse.Namespace, overrides: list[Override]) -> int:
     command += [flag for flag, given in (("--quick", options.quick), ("--json", options.json)) if given]
     command += ["--step", options.step] if options.step else []
     command += [f"--{key}={value}" for key, value in overrides]
-    return launch(settings.config, lambda _: command)
+    return launch(settings.config, lambda _: command, saves=False)
 
 
 def _bench_rank(settings: Settings, place: Place, options: argparse.Namespace, subject: Subject | None) -> int:

@@ -979,4 +979,49 @@ PROFILE = [
     ),
 ]
 
-MUTATIONS = [*LAYOUT, *GROUPING_AND_SPEC, *TABLE, *SCHEDULE, *REPLAY, *SETTINGS_AND_NUMBERS, *PROFILE]
+CALIBRATION = [
+    Mutation(
+        "any schema is read",
+        "calibration",
+        'if document["schema"] != SCHEMA:',
+        "if False:",
+        "test_bad_calibrations_are_refused",
+    ),
+    Mutation(
+        "what nobody knows is left out",
+        "calibration",
+        "if unknown := [name for name in value if name not in types]:",
+        "if unknown := []:",
+        "test_bad_calibrations_are_refused",
+    ),
+    Mutation(
+        "a number that no machine can have is read",
+        "calibration",
+        'if not 0 < value < float("inf"):',
+        "if value < 0:",
+        "test_bad_calibrations_are_refused",
+    ),
+    Mutation(
+        "a list is lost",
+        "calibration",
+        "**asdict(calibration)}, indent=2)",
+        '**asdict(calibration), "copies": []}, indent=2)',
+        "test_calibration_survives_a_round_trip",
+    ),
+    Mutation(
+        "sizes are not between the nearest two that were measured",
+        "calibration",
+        "upper = min(max(1, bisect_left(points, (full_bytes, 0.0))), len(points) - 1)",
+        "upper = len(points) - 1",
+        "test_link_times_lie_on_straight_lines",
+    ),
+    Mutation(
+        "the slowest size stands for all",
+        "calibration",
+        "return max(speeds)",
+        "return min(speeds)",
+        "test_best_matrices_count",
+    ),
+]
+
+MUTATIONS = [*LAYOUT, *GROUPING_AND_SPEC, *TABLE, *SCHEDULE, *REPLAY, *SETTINGS_AND_NUMBERS, *PROFILE, *CALIBRATION]

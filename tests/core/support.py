@@ -26,6 +26,7 @@ CORE_MODULES = (
     *("spec", "layout", "grouping", "lifecycle", "policy", "order", "budget", "events", "schedule", "replay"),
     *("scaling", "cost"),
     *("profile", "summary", "trace"),
+    "calibration",
 )
 
 
@@ -52,6 +53,7 @@ class Core:
         self.profile: Any = modules["profile"]
         self.summary: Any = modules["summary"]
         self.trace: Any = modules["trace"]
+        self.calibration: Any = modules["calibration"]
 
 
 @cache

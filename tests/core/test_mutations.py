@@ -7,6 +7,7 @@ import re
 import pytest
 
 from core import (
+    test_calibration,
     test_cost,
     test_grouping,
     test_layout,
@@ -24,6 +25,7 @@ from core.support import PROPERTIES, Core, source_of
 WITH_PROPERTIES = (
     *(test_cost, test_grouping, test_layout, test_policy, test_profile, test_replay),
     *(test_scaling, test_schedule, test_spec),
+    test_calibration,
 )
 
 

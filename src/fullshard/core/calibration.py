@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 SCHEMA = 1
 OPERATIONS = ("gather", "reduce")
@@ -154,6 +154,10 @@ class Calibration:
         return max(speeds)
 
 
+_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_LISTS: dict[str, type] = {"links": LinkTime, "matrices": MatrixSpeed, "copies": CopySpeed, "steps": StepTime}
+
+
 def _require_positive(record: object, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
@@ -195,30 +199,29 @@ def parse_calibration(text: str, source: str) -> Calibration:
 
 def _read_record(kind: type[_Record], value: object, where: str) -> _Record:
     """A dataclass from a JSON object; every field must be there, and none besides."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    inside = f"{where}: " if where else ""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be an object, got {value!r}")
-    if missing := [name for name in names if name not in value]:
-        raise ValueError(f"{where + ': ' if where else ''}{missing[0]} is missing")
-    if unknown := [name for name in value if name not in names]:
-        raise ValueError(f"{where + ': ' if where else ''}{unknown[0]} is not known")
-    hints = get_type_hints(kind)
-    found = {name: _read(hints[name], value[name], f"{where}.{name}".lstrip(".")) for name in names}
+        raise ValueError(f"{inside}expected an object, found {value!r}")
+    types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    if missing := [name for name in types if name not in value]:
+        raise ValueError(f"{inside}{missing[0]} is missing")
+    if unknown := [name for name in value if name not in types]:
+        raise ValueError(f"{inside}{unknown[0]} is not known")
+    found = {name: _read_field(name, types[name], value[name], inside) for name in types}
     try:
         return kind(**found)
     except ValueError as error:
-        raise ValueError(f"{where + ': ' if where else ''}{error}") from None
+        raise ValueError(f"{inside}{error}") from None
 
 
-def _read(hint: Any, value: object, where: str) -> Any:
-    if is_dataclass(hint):
-        return _read_record(hint, value, where)  # type: ignore[arg-type]
-    if get_args(hint):  # tuple[Record, ...]
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ValueError(f"{where} must be a list, got {value!r}")
-        return tuple(_read(get_args(hint)[0], item, f"{where}[{number}]") for number, item in enumerate(value))
-    # JSON writes 1.0 as 1 in other hands; a bool is an int to Python, but not here.
-    fits = isinstance(value, int | float if hint is float else hint) and not isinstance(value, bool)
-    if not fits:
-        raise ValueError(f"{where} must be of type {hint.__name__}, got {value!r}")
-    return hint(value)
+def _read_field(name: str, kind: str, value: object, inside: str) -> Any:
+    if name == "machine":
+        return _read_record(Machine, value, name)
+    if name in _LISTS:
+        if not isinstance(value, list):
+            raise ValueError(f"{inside}{name} must be a list, got {value!r}")
+        return tuple(_read_record(_LISTS[name], item, f"{name}[{i}]") for i, item in enumerate(value))
+    # A whole number is also a fine number of seconds; a bool is an int to Python, but not here.
+    if not isinstance(value, _SCALARS[kind]) or isinstance(value, bool):
+        raise ValueError(f"{inside}{name} must be of type {kind}, got {value!r}")
+    return float(value) if kind == "float" and isinstance(value, int) else value

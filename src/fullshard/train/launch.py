@@ -33,11 +33,12 @@ _LOST_PEER_SIGNS = (
 )
 
 
-def launch(config: Config, arguments: Callable[[Path], Sequence[str]]) -> int:
+def launch(config: Config, arguments: Callable[[Path], Sequence[str]], saves: bool = True) -> int:
     """Run `python ARGUMENTS` as `parallel.nproc` ranks of this host and return the exit code of the whole.
 
-    `arguments` gets the file in which rank 0 leaves its exit code: when the launcher itself is told to stop, the
-    ranks save and end by themselves, and this is how it learns that they did.
+    `saves` says whether they write checkpoints, from which a user could go on. `arguments` gets the file in which
+    rank 0 leaves its exit code: when the launcher itself is told to stop, the ranks save and end by themselves, and
+    this is how it learns that they did.
     """
     # The launcher's own log repeats, less clearly, what is reported below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -46,9 +47,9 @@ def launch(config: Config, arguments: Callable[[Path], Sequence[str]]) -> int:
         try:
             elastic_launch(_launch_config(config), sys.executable)(*arguments(status))
         except ChildFailedError as error:
-            return _explain(error)
+            return _explain(error, saves)
         except SignalException as caught:
-            return _after_signal(status, caught.sigval)
+            return _after_signal(status, caught.sigval, saves)
     return 0
 
 
@@ -68,12 +69,12 @@ def _launch_config(config: Config) -> LaunchConfig:
     )
 
 
-def _explain(error: ChildFailedError) -> int:
+def _explain(error: ChildFailedError, saves: bool) -> int:
     rank, failure = min(error.failures.items(), key=_blame)
     if failure.exitcode in STOPPED_CODES:
         return failure.exitcode
     code = failure.exitcode if failure.exitcode in MEANINGFUL_CODES else 1
-    raise RankFailedError(describe_failure(rank, failure), code) from None
+    raise RankFailedError(describe_failure(rank, failure, saves), code) from None
 
 
 def _blame(item: tuple[int, ProcessFailure]) -> tuple[int, int, int]:
@@ -100,14 +101,13 @@ def _says_lost_peer(message: str) -> bool:
     return any(sign in message for sign in _LOST_PEER_SIGNS)
 
 
-def describe_failure(rank: int, failure: ProcessFailure) -> str:
+def describe_failure(rank: int, failure: ProcessFailure, saves: bool = True) -> str:
     """What happened to a rank, for people."""
     if failure.exitcode < 0:
         hint = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
-        return (
-            f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}{hint}; the other ranks were ended. "
-            f"Continue from the last checkpoint with --resume."
-        )
+        advice = " Continue from the last checkpoint with --resume." if saves else ""
+        killer = f"{failure.signal_name()}{hint}"
+        return f"rank {rank} (pid {failure.pid}) was killed by {killer}; the other ranks were ended.{advice}"
     message = _message(failure)
     kind, _, text = message.partition(": ")
     if kind in _SHARED_ERRORS:  # every rank raised the same: which one is of no interest
@@ -123,12 +123,10 @@ def _message(failure: ProcessFailure) -> str:
     return ""
 
 
-def _after_signal(status: Path, number: int) -> int:
+def _after_signal(status: Path, number: int, saves: bool) -> int:
     try:
         return int(json.loads(status.read_text(encoding="utf-8"))["exit_code"])
     except (OSError, ValueError, KeyError):
         name = signal.Signals(number).name
-        raise RankFailedError(
-            f"stopped by {name} before the ranks could save; nothing newer than the last checkpoint is kept.",
-            128 + number,
-        ) from None
+        left = " before the ranks could save; nothing newer than the last checkpoint is kept" if saves else ""
+        raise RankFailedError(f"stopped by {name}{left}.", 128 + number) from None

@@ -52,11 +52,12 @@ def _measure(transport: str, sizes: tuple[int, ...], ranks: Ranks) -> list[LinkT
 def _gather_seconds(transport: str, rows: int, ranks: Ranks) -> float:
     module = nn.Module()
     module.weight = nn.Parameter(torch.ones(rows, _COLUMNS, device=ranks.device))
-    unit: FSDPModule = fully_shard(module, transport=transport)
+    fully_shard(module, transport=transport)
+    assert isinstance(module, FSDPModule)
 
     def gather() -> None:
-        unit.unshard()
-        unit.reshard()
+        module.unshard()
+        module.reshard()
 
     return ranks.time(gather)
 
