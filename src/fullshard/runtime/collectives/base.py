@@ -84,7 +84,10 @@ class Pending(Protocol):
     """A collective that was started."""
 
     def wait(self) -> None:
-        """Make the results valid for the current stream. Raises `CommunicationError` after the time limit."""
+        """Make the results valid for the current stream. Raises `CommunicationError` after the time limit.
+
+        A second call finds it done.
+        """
 
     def finish(self) -> None:
         """Make everything that the collective reads or writes free for reuse, without needing the results."""
