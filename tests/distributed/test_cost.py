@@ -103,6 +103,8 @@ def check_copies(rank: int, world: int, transport: str, dtype: torch.dtype | Non
             expected += [("_to_copy", WIDTH * WIDTH * 4)] * BLOCKS
     elif dtype is not None:  # widened on arrival, straight into the flat gradient shard
         expected += [("copy_", own_sum)] * BLOCKS
+    if transport == "shm":  # what goes to each other rank goes through memory, not over a wire
+        expected += [("_foreach_copy_", own_rows)] * (BLOCKS * (world - 1))
     assert sorted(counting.copied) == sorted(expected), (counting.copied, expected)
     # Of tensors only the flat gradient shards are made: buffers and staging come from the pool.
     flat_gradients = [nbytes for _, nbytes in counting.allocated]
@@ -110,7 +112,7 @@ def check_copies(rank: int, world: int, transport: str, dtype: torch.dtype | Non
     assert all(nbytes < PARAMETER_BYTES // world + 8192 for nbytes in flat_gradients)
 
 
-@pytest.mark.parametrize("transport", ["direct", "torch"])
+@pytest.mark.parametrize("transport", ["shm", "direct", "torch"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_only_own_rows_are_copied_and_only_gradient_shards_allocated(
@@ -119,9 +121,9 @@ def test_only_own_rows_are_copied_and_only_gradient_shards_allocated(
     cluster.run(check_copies, world_size, transport, dtype, world_size=world_size)
 
 
-def check_full_size_memory(rank: int, world: int) -> None:
+def check_full_size_memory(rank: int, world: int, transport: str) -> None:
     """Watches every command: full buffers and full gradients that are alive at once."""
-    model, engine = trained()
+    model, engine = trained(transport=transport)
     unit_bytes = engine.units[1].full_bytes
     most_buffers = most_gradients = 0
 
@@ -146,24 +148,30 @@ def check_full_size_memory(rank: int, world: int) -> None:
     assert 0 < most_gradients <= unit_bytes + 16 * 1024  # one unit's gradients, and the packed message
     staging = (world - 1) * PARAMETER_BYTES // world
     assert engine.pool.peak_bytes <= 2 * unit_bytes + root_bytes + staging + 8192
+    assert (engine.pool.peak_bytes == 0) == (transport == "shm")
 
 
+@pytest.mark.parametrize("transport", ["shm", "direct"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_full_size_memory_is_two_units_and_one_units_gradients(cluster: Cluster, world_size: int) -> None:
-    cluster.run(check_full_size_memory, world_size, world_size=world_size)
+def test_full_size_memory_is_two_units_and_one_units_gradients(
+    cluster: Cluster, world_size: int, transport: str
+) -> None:
+    cluster.run(check_full_size_memory, world_size, transport, world_size=world_size)
 
 
-def check_deterministic(rank: int) -> tuple[int, list[str]]:
-    model, engine = trained()
+def check_deterministic(rank: int, transport: str) -> tuple[int, int, list[str]]:
+    model, engine = trained(transport=transport)
     engine.log.clear()
     engine.pool.reset_peak()
     step(model)
-    return engine.pool.peak_bytes, [str(command) for command in engine.log]
+    return engine.pool.peak_bytes, engine.shared_bytes, [str(command) for command in engine.log]
 
 
-def test_every_rank_runs_the_same_commands_with_the_same_peak(cluster: Cluster) -> None:
-    first, second = cluster.run(check_deterministic), cluster.run(check_deterministic)
+@pytest.mark.parametrize("transport", ["shm", "direct", "torch"])
+def test_every_rank_runs_the_same_commands_with_the_same_peak(cluster: Cluster, transport: str) -> None:
+    first, second = cluster.run(check_deterministic, transport), cluster.run(check_deterministic, transport)
     assert first[0] == first[1] == second[0] == second[1]
+    assert (first[0][1] > 0) == (transport == "shm")
 
 
 def check_reduced_bytes(rank: int) -> None:

@@ -27,6 +27,8 @@ def test_gradients_and_values_equal_unsharded_training(cluster: Cluster, name: s
         pytest.param(2, Setup(reshard_after_forward=True), id="free"),
         pytest.param(4, Setup(reshard_after_forward=2), id="secondary"),
         pytest.param(4, Setup(replicas=2), id="hsdp_2x2"),
+        pytest.param(3, Setup(transport="direct"), id="direct_transport"),
+        pytest.param(4, Setup(transport="direct", replicas=2, microbatches=2), id="direct_hsdp"),
         pytest.param(3, Setup(transport="torch"), id="torch_transport"),
         pytest.param(4, Setup(transport="torch", replicas=2, reshard_after_forward=True), id="torch_hsdp"),
         pytest.param(2, Setup(dtype=torch.float32), id="float32"),
@@ -46,7 +48,7 @@ def last_dim(parameter: torch.nn.Parameter) -> Shard | None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["mlp", "uneven_mlp", "narrow", "conv", "llama", "tied", "root_and_blocks"])
-@pytest.mark.parametrize("transport", ["direct", "torch"])
+@pytest.mark.parametrize("transport", ["shm", "direct", "torch"])
 def test_other_dims_equal_unsharded_training(cluster: Cluster, name: str, world_size: int, transport: str) -> None:
     """B09: rows may be those of any dim, also where they do not divide evenly."""
     setup = Setup(shard_options=(("shard_placement_fn", last_dim),), transport=transport)

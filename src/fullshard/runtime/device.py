@@ -119,7 +119,7 @@ class BufferPool:
         assert storage.nbytes() == 0, "the storage already holds memory"
         for i in range(len(self._spare) - 1, -1, -1):
             if self._spare[i].nbytes() == nbytes:
-                _swap_memory(storage, self._spare.pop(i))
+                swap_memory(storage, self._spare.pop(i))
                 break
         else:
             storage.resize_(nbytes)
@@ -134,7 +134,7 @@ class BufferPool:
             storage.resize_(0)
             return
         spare = torch.UntypedStorage(0, device=self._device)
-        _swap_memory(spare, storage)
+        swap_memory(spare, storage)
         self._spare.append(spare)
         while self.spare_bytes > self._limit_bytes:
             del self._spare[0]
@@ -144,7 +144,7 @@ class BufferPool:
         self.peak_bytes = self.live_bytes
 
 
-def _swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
     """Exchange what lies under two storages of one device, without a copy."""
     inside: Any = a
     inside._swap_data_ptr_(b)

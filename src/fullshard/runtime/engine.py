@@ -139,6 +139,11 @@ class Engine:
         """The user changed by what means `unit` communicates."""
         unit.relink(self._linker.resources(unit))
 
+    @property
+    def shared_bytes(self) -> int:
+        """This rank's part of the memory that ranks of its host share: all of it, divided by their number."""
+        return self._linker.shared_bytes
+
     # Events
 
     def on(self, event: Event) -> None:
@@ -165,8 +170,10 @@ class Engine:
     def _note_failure(self, error: BaseException, left: Iterator[Command]) -> None:
         """A command failed; the Scheduler takes those that were `left` for done, and their memory must not stay."""
         if isinstance(error, CommunicationError) and self._broken is None:
-            self._broken = error  # what follows from the first failure explains nothing
             self.story.explain(error)
+            # What follows from the first failure explains nothing. A copy: the error itself has a traceback, whose
+            # frames hold tensors of the step, whose graph holds the engine.
+            self._broken = type(error)(*error.args)
         for command in left:
             if command.op is Op.FREE:
                 with suppress(CommunicationError):
@@ -327,7 +334,8 @@ class _Linker:
         self._made: dict[tuple[int, str], Transport] = {}
 
     def resources(self, unit: Unit) -> Resources:
-        places = {unit.place, *(flow.place for flow in unit.flows)}
+        # In one order on all ranks: to make a transport may take all of its ranks.
+        places = dict.fromkeys((unit.place, *(flow.place for flow in unit.flows)))
         return Resources(self._pool, {place: self._link(unit, place) for place in places})
 
     def _link(self, unit: Unit, place: Place) -> Links:
@@ -349,6 +357,11 @@ class _Linker:
     def _between_replicas(self, unit: Unit, place: Place, group: dist.ProcessGroup) -> Transport:
         transport, hook = self._transport(place, group), unit.wishes.all_reduce
         return transport if hook is None else CustomAllReduce(transport, hook)
+
+    @property
+    def shared_bytes(self) -> int:
+        shared = [made.shared for made in self._made.values() if made.shared is not None]
+        return sum(each.blocks.nbytes // each.neighbours for each in shared)
 
     def _transport(self, place: Place, group: dist.ProcessGroup) -> Transport:
         key = (id(group), place.transport)

@@ -14,7 +14,7 @@ from torch import nn
 
 from fullshard.core.policy import UnitPolicy
 from fullshard.core.scaling import divide_factors
-from fullshard.runtime.collectives import Call, Pending, command_tag
+from fullshard.runtime.collectives import Call, Pending, command_tag, start_gather
 from fullshard.runtime.params.describe import Found
 from fullshard.runtime.params.gradients import GradientFlow
 from fullshard.runtime.params.place import Links, Place, Resources
@@ -225,8 +225,9 @@ class Unit:
             flow.note_gathered()
             transport = flow.links.secondary if secondary else flow.links.shard
             assert transport is not None
-            items = flow.buffers.begin_gather(self.resources.pool, secondary)
-            self._gathering.append(transport.gather(items, self._call("gather", _GATHER, number)))
+            call = self._call("gather", _GATHER, number)
+            items, block = flow.buffers.begin_gather(self.resources.pool, transport.shared, call, secondary)
+            self._gathering.append(start_gather(transport, items, call, block))
 
     def wait_gather(self) -> None:
         """Make the full parameters valid and register them in the modules."""

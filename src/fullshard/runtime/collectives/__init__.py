@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from fullshard.runtime.collectives.base import (
     ReduceItem,
     Transport,
     command_tag,
+    start_gather,
     translate,
     wait_for_ranks,
 )
@@ -24,10 +26,12 @@ from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
 from fullshard.runtime.collectives.once import broadcast_from_first, exchange, exchange_flags
 from fullshard.runtime.collectives.postbox import exchange_posts, post
+from fullshard.runtime.collectives.shm import Block, Neighbours, Shared, column_of, meet
 from fullshard.runtime.device import BufferPool, Streams
 
 __all__ = [
     "AllGather",
+    "Block",
     "Call",
     "Custom",
     "CustomAllReduce",
@@ -36,6 +40,7 @@ __all__ = [
     "Pending",
     "ReduceItem",
     "ReduceScatter",
+    "Shared",
     "Transport",
     "broadcast_from_first",
     "check_agreement",
@@ -44,42 +49,83 @@ __all__ = [
     "exchange",
     "exchange_flags",
     "exchange_posts",
+    "make_messages",
     "make_transport",
     "post",
     "separate_group",
+    "start_gather",
     "sum_scalars",
     "translate",
 ]
 
 _Remark = TypeVar("_Remark")
 
-TRANSPORTS = ("auto", "direct", "torch")
+TRANSPORTS = ("auto", "shm", "direct", "torch")
+
+_LOG = logging.getLogger("fullshard")
 
 
 def make_transport(
     name: str, group: dist.ProcessGroup, device: torch.device, pool: BufferPool, streams: Streams
 ) -> Transport:
-    """The transport called `name` for `group`; "auto" is direct on Gloo and torch's collectives elsewhere."""
+    """The transport called `name` for `group`. Every rank of the group calls it.
+
+    "auto" is torch's collectives; but on Gloo, shared memory if ranks share a host, else direct exchange.
+    """
     backend = group._get_backend(device).name()
-    if name == "direct" and backend != "gloo":
+    if name in ("shm", "direct") and backend != "gloo":
         raise ValueError(
-            f"transport='direct' needs the Gloo backend, but the group's backend for {device.type} is {backend!r}: "
+            f"transport={name!r} needs the Gloo backend, but the group's backend for {device.type} is {backend!r}: "
             "use transport='torch' (or 'auto')"
         )
-    return Direct(group, device, pool) if _is_direct(name, backend) else Native(group, device, streams)
+    if not _sends_messages(name, backend):
+        return Native(group, device, streams)
+    messages = Direct(group, device, pool)
+    if name == "direct" or group.size() == 1 or device.type != "cpu":
+        return messages
+    return _make_shared(name, group, messages, pool)
 
 
-def _is_direct(name: str, backend: str) -> bool:
-    return name == "direct" or (name == "auto" and backend == "gloo")
+def make_messages(
+    group: dist.ProcessGroup, device: torch.device, pool: BufferPool, streams: Streams
+) -> Direct | Native:
+    """A transport for tensors that are not in blocks: direct exchange on Gloo, torch's collectives elsewhere."""
+    is_gloo = group._get_backend(device).name() == "gloo"
+    return Direct(group, device, pool) if is_gloo else Native(group, device, streams)
+
+
+def _make_shared(name: str, group: dist.ProcessGroup, messages: Direct, pool: BufferPool) -> Transport:
+    """Shared memory where ranks of the group share a host, else `messages`."""
+    found = meet(group)
+    if isinstance(found, Neighbours):
+        column = None
+        if len(found.hosts) > 1:
+            ranks = [messages.global_ranks[rank] for rank in column_of(found, found.place)]
+            # Local synchronization: ranks of other columns need not take part.
+            between = dist.new_group(ranks, timeout=messages.limit, backend="gloo", use_local_synchronization=True)
+            column = Direct(between, torch.device("cpu"), pool)
+        return Shared(group, found, messages, column)
+    if name == "shm":
+        raise ValueError(
+            f"transport='shm' is not possible for ranks {messages.global_ranks}: "
+            f"{found or 'each of them is on a host of its own'}. Use transport='auto' or 'direct'"
+        )
+    if found:
+        _LOG.warning("ranks %s exchange messages, not shared memory: %s", messages.global_ranks, found)
+    return messages
+
+
+def _sends_messages(name: str, backend: str) -> bool:
+    return name in ("shm", "direct") or (name == "auto" and backend == "gloo")
 
 
 def separate_group(name: str, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
     """A second group of the same ranks, so that gathers and reductions need not wait for each other.
 
     Returns:
-        None where transport `name` lets them pass each other anyway: direct exchange, whose messages carry tags.
+        None where transport `name` lets them pass each other anyway: shared memory, and messages, which carry tags.
     """
-    if _is_direct(name, group._get_backend(device).name()):
+    if _sends_messages(name, group._get_backend(device).name()):
         return None
     # Local synchronization: ranks of other shard groups need not take part.
     ranks = dist.get_process_group_ranks(group)

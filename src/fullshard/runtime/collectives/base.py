@@ -5,12 +5,16 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fullshard.errors import CommunicationError, PeerLostError, PeerTimeoutError
+
+if TYPE_CHECKING:
+    from fullshard.runtime.collectives.shm.blocks import Block
+    from fullshard.runtime.collectives.shm.shared import Shared
 
 
 @dataclass(slots=True)
@@ -70,6 +74,12 @@ class Call:
     tag: int
 
 
+# What may be the matter with a rank that others wait for.
+EXPLAIN_LATE = (
+    "The peer is stopped, slower than the limit, or took another way through the model (a skipped module, another "
+    "number of batches, a call on one rank only). Look at that rank's last error first."
+)
+
 # A tag has 31 bits: the name's here, then the command's, then those of the messages within it (`direct.ITEM_BITS`).
 OP_BITS = 3
 _NAME_BITS = 18
@@ -99,6 +109,10 @@ class Transport(Protocol):
     rank: int
     size: int
 
+    @property
+    def shared(self) -> Shared | None:
+        """The same transport, if full buffers can be in memory that several ranks share."""
+
     def gather(self, items: list[GatherItem], call: Call) -> Pending:
         """Start to fill every item's `whole` from all ranks."""
 
@@ -107,6 +121,14 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
         """Start to replace a contiguous 1-D tensor by its sum over ranks, bit-equal on all of them."""
+
+
+def start_gather(transport: Transport, items: list[GatherItem], call: Call, block: Block | None) -> Pending:
+    """Start a gather of items that lie in `block`, or if it is None in memory of this rank alone."""
+    shared = transport.shared
+    if shared is None or block is None:
+        return transport.gather(items, call)
+    return shared.gather_in(block, items, call)
 
 
 def time_limit(backend: Any) -> timedelta:
@@ -165,11 +187,7 @@ def translate(error: Exception, call: Call, where: str, limit_seconds: float) ->
     text = f"{call.op} of unit {call.unit!r}: {where}"
     lowered = str(error).lower()
     if "timed out" in lowered or "timeout" in lowered:
-        return PeerTimeoutError(
-            f"{text}: nothing arrived within {limit_seconds:g} s. The peer is stopped, slower than the limit, or took "
-            "another way through the model (a skipped module, another number of batches, a call on one rank only). "
-            "Look at that rank's last error first."
-        )
+        return PeerTimeoutError(f"{text}: nothing arrived within {limit_seconds:g} s. {EXPLAIN_LATE}")
     if any(sign in lowered for sign in ("connection closed", "reset by peer", "broken pipe", "connection refused")):
         return PeerLostError(f"{text}: the connection is closed, that process has ended. Look at its error first.")
     return CommunicationError(f"{text}: {error}")

@@ -86,6 +86,7 @@ class Custom:
         streams: Streams,
         comms: tuple[AllGather | None, ReduceScatter | None],
     ) -> None:
+        self.shared = base.shared if comms[0] is None else None
         self.rank = base.rank
         self.size = base.size
         self.global_ranks = dist.get_process_group_ranks(group)
@@ -190,6 +191,7 @@ class CustomAllReduce:
     """
 
     def __init__(self, base: Transport, hook: Callable[[torch.Tensor], None]) -> None:
+        self.shared = base.shared
         self.rank = base.rank
         self.size = base.size
         self.gather = base.gather

@@ -197,6 +197,7 @@ class Direct:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, pool: BufferPool) -> None:
+        self.shared = None
         self.rank = group.rank()
         self.size = group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
@@ -273,12 +274,12 @@ def sum_in_order(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
     One of the first two parts may be `out` itself: the sum of two does not depend on their order.
     """
-    rest = parts[1:]
-    if any(part is out for part in parts[:2]):
-        out.add_(parts[1] if parts[0] is out else parts[0])
-        rest = parts[2:]
+    first, *rest = parts
+    if rest and first.dtype == rest[0].dtype == out.dtype:
+        torch.add(first, rest[0], out=out)  # one pass over memory, where a copy and an addition are two
+        rest = rest[1:]
     else:
-        out.copy_(parts[0])
+        out.copy_(first)
     for part in rest:
         out.add_(part)
 

@@ -75,6 +75,7 @@ class Native:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
+        self.shared = None
         self.rank = group.rank()
         self.size = group.size()
         self.global_ranks = dist.get_process_group_ranks(group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fullshard.core.lifecycle import Op
 from fullshard.core.schedule import Command
 from fullshard.errors import RanksDisagreeError
-from fullshard.runtime.collectives import Call, GatherItem, Transport, command_tag, make_transport
+from fullshard.runtime.collectives import Call, GatherItem, Transport, command_tag, make_messages
 from fullshard.runtime.device import BufferPool, Streams
 from fullshard.runtime.failures.postmortem import Story
 from fullshard.runtime.unit import Unit
@@ -79,7 +79,7 @@ class OrderCheck:
     def _exchange(self, group: dist.ProcessGroup, message: list[object], unit: Unit) -> list[str]:
         device = unit.place.device
         if group not in self._transports:
-            self._transports[group] = make_transport("auto", group, device, self._pool, self._streams)
+            self._transports[group] = make_messages(group, device, self._pool, self._streams)
         transport = self._transports[group]
         own = torch.frombuffer(bytearray(json.dumps(message).encode().ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
         whole = torch.empty(transport.size, _MESSAGE_BYTES, dtype=torch.uint8, device=device)

@@ -27,13 +27,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fullshard.core.layout import FlatLayout, Region, chunk_rows, plan_layout
 from fullshard.core.spec import ParamSpec, World
-from fullshard.runtime.collectives import GatherItem
+from fullshard.runtime.collectives import Block, Call, GatherItem, Shared
 from fullshard.runtime.device import BufferPool
 from fullshard.runtime.dtensors import contiguous_stride, local_of
 from fullshard.runtime.params.describe import Slot, module_of
 from fullshard.runtime.params.dress import Dress
+from fullshard.runtime.params.gathers import shape_of_rows
 from fullshard.runtime.params.place import Place
-from fullshard.runtime.params.storage import FlatBuffers, shape_of_rows
+from fullshard.runtime.params.storage import FlatBuffers
 from fullshard.runtime.policy import MixedPrecisionPolicy
 
 
@@ -184,8 +185,10 @@ class ExtensionBuffers:
         self._is_full = True
         self.release(pool)
 
-    def begin_gather(self, pool: BufferPool, secondary: bool = False) -> list[GatherItem]:
-        """Ask every parameter what to send; returns what has to be exchanged."""
+    def begin_gather(
+        self, pool: BufferPool, _shared: Shared | None, _call: Call, secondary: bool = False
+    ) -> tuple[list[GatherItem], Block | None]:
+        """Ask every parameter what to send; returns what has to be exchanged. It is in no block."""
         assert not secondary, "a parameter with a protocol has no secondary shard"
         items = []
         with torch.no_grad():
@@ -202,7 +205,7 @@ class ExtensionBuffers:
                     numel = output.chunk_bytes * output.size
                     items.append(GatherItem(part.spec.name, output.bytes(), output.chunk_bytes, numel))
         self._is_full = self._gathering = True
-        return items
+        return items, None
 
     def end_gather(self) -> None:
         """The exchange is complete: let every parameter refill its full tensor."""

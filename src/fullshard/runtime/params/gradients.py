@@ -14,8 +14,8 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import ReduceItem, sum_scalars
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.params.extensions import Buffers
+from fullshard.runtime.params.gathers import in_rank_order
 from fullshard.runtime.params.place import Links, Place
-from fullshard.runtime.params.storage import in_rank_order
 
 
 @dataclass(frozen=True, slots=True)

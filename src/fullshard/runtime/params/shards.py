@@ -18,10 +18,11 @@ from fullshard.runtime.dtensors import local_of, set_local
 from fullshard.runtime.params.describe import Found, Slot, has_protocol, own_part
 from fullshard.runtime.params.dress import Dress
 from fullshard.runtime.params.extensions import ExtensionBuffers, shard_of
+from fullshard.runtime.params.gathers import rows_of
 from fullshard.runtime.params.gradients import GradientFlow
 from fullshard.runtime.params.origin import Origin
 from fullshard.runtime.params.place import Place
-from fullshard.runtime.params.storage import FlatBuffers, rows_of
+from fullshard.runtime.params.storage import FlatBuffers
 from fullshard.runtime.policy import MixedPrecisionPolicy
 
 

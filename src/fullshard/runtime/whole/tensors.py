@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.core.layout import chunk_rows, row_range
-from fullshard.runtime.collectives import Call, Direct, GatherItem, Transport, command_tag, make_transport, translate
+from fullshard.runtime.collectives import Call, Direct, GatherItem, Transport, command_tag, make_messages, translate
 from fullshard.runtime.device import BufferPool, make_streams
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.failures.postmortem import explained
@@ -72,7 +72,7 @@ class Gatherer:
     def _transport(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
         if id(group) not in self._transports:
             streams = make_streams(device)
-            self._transports[id(group)] = make_transport("auto", group, device, BufferPool(device, 0), streams)
+            self._transports[id(group)] = make_messages(group, device, BufferPool(device, 0), streams)
         return self._transports[id(group)]
 
     def _gather(
