@@ -34,9 +34,7 @@ _PARTS = {
     Op.WAIT_REDUCE: WAIT_REDUCE,
     Op.WAIT_ALL_REDUCE: WAIT_REDUCE,
     Op.DISCARD: WAIT_REDUCE,
-    Op.STASH: OTHER,
-    Op.HOLD: OTHER,
-}
+}  # of commands that are about communication; the rest is OTHER
 _GATHERS = (Op.GATHER, Op.GATHER_SECONDARY)
 _REDUCES = (Op.REDUCE, Op.ALL_REDUCE)
 _ENDS_GATHER = (Op.WAIT_GATHER, Op.FREE, Op.SHRINK)
@@ -209,7 +207,7 @@ def analyse(recording: Recording) -> RankProfile:
 
 def step_parts(recording: Recording, step: Step) -> dict[str, int]:
     """Nanoseconds of one step by name; they add up to its length."""
-    named = [(_PARTS[ran.op], ran.begin_ns, ran.end_ns) for ran in recording.commands]
+    named = [(_PARTS.get(ran.op, OTHER), ran.begin_ns, ran.end_ns) for ran in recording.commands]
     named += [(span.name, span.begin_ns, span.end_ns) for span in recording.ranges]
     clipped = [(name, max(begin, step.begin_ns), min(end, step.end_ns)) for name, begin, end in named]
     inside = [(name, begin, end) for name, begin, end in clipped if begin < end]
