@@ -37,15 +37,10 @@ class State(Word):
     FORWARD = "forward"
     BACKWARD = "backward"
 
-    @property
-    def has_full_buffer(self) -> bool:
-        """Whether memory for the full parameters is held."""
-        return self not in (State.SHARDED, State.SECONDARY)
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a computation needs the full parameters right now."""
-        return self in (State.FORWARD, State.BACKWARD)
+    def __init__(self, value: str) -> None:
+        # Whether memory for the full parameters is held; whether a computation needs them right now.
+        self.has_full_buffer = value not in ("sharded", "secondary")
+        self.in_use = value in ("forward", "backward")
 
 
 class Step(Word):

@@ -184,3 +184,7 @@ class Replay:
     def in_use(self) -> list[int]:
         """See `Scheduler.in_use`."""
         return self._scheduler.in_use()
+
+    def any_in_use(self) -> bool:
+        """Whether the forward of a unit is running."""
+        return any(self._depths)

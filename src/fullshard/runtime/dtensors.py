@@ -51,7 +51,8 @@ def sharded_like(parameter: torch.Tensor, local: torch.Tensor, nothing: torch.Te
             takes it for a tensor with memory then, and fails. Made around nothing, it shows no offset.
     """
     inside: Any = parameter
-    made = DTensor(local if nothing is None else nothing, inside._spec, requires_grad=False)
+    # Not by the class's call: it goes on to an `__init__` that does nothing, behind a switch of the compiler.
+    made = DTensor.__new__(DTensor, local if nothing is None else nothing, inside._spec, requires_grad=False)
     if nothing is not None:
         set_local(made, local)
     return made

@@ -149,23 +149,32 @@ class Engine:
     def on(self, event: Event) -> None:
         """Answer one event: decide, then act."""
         if self._broken is not None and event.kind not in (EventKind.ABORT, EventKind.FORWARD_FAILED):
-            if isinstance(self._broken, MisuseError):
-                raise MisuseError(str(self._broken))
-            raise MisuseError(
-                f"communication failed earlier ({str(self._broken).splitlines()[0]}); the process group cannot be used "
-                "any more, restart the job from its last checkpoint"
-            ) from self._broken
+            self._refuse(self._broken)
         commands = iter(self.scheduler.on(event))
+        # Asked once an event: to name ranges that nobody records would cost far more than to ask.
+        observed = self.watch is not None or _profiler_enabled()
         try:
             for command in commands:
                 self.log.append(command)
+                unit, act = self.units[command.unit], _EXECUTE[command.op]
                 if self._check is not None and command.op in COMMUNICATES:
-                    self._check.compare(command, self.units[command.unit])
-                self._execute(self.units[command.unit], _EXECUTE[command.op])
+                    self._check.compare(command, unit)
+                if observed:
+                    self._execute(unit, act)
+                else:
+                    act(unit)
         except BaseException as error:
             self._note_failure(error, commands)
             raise
         self._show(event)
+
+    def _refuse(self, broken: CommunicationError | MisuseError) -> None:
+        if isinstance(broken, MisuseError):
+            raise MisuseError(str(broken))
+        raise MisuseError(
+            f"communication failed earlier ({str(broken).splitlines()[0]}); the process group cannot be used any more, "
+            "restart the job from its last checkpoint"
+        ) from broken
 
     def _note_failure(self, error: BaseException, left: Iterator[Command]) -> None:
         """A command failed; the Scheduler takes those that were `left` for done, and their memory must not stay."""
@@ -186,12 +195,14 @@ class Engine:
         """
         if event.kind in (EventKind.UNSHARD, EventKind.SETTLE):
             return
+        states = self.scheduler.states
         for unit in (self.units[event.unit],) if event.unit >= 0 else self.units:
-            unit.show(full=self.scheduler.states[unit.index].in_use)
+            unit.show(full=states[unit.index].in_use)
 
     def _execute(self, unit: Unit, act: Callable[[Unit], None]) -> None:
+        """The same for those who look on: a range in torch's profile, `watch` in its place."""
         watch = self.watch
-        if _profiler_enabled():  # of torch; to name ranges without one would cost far more than to ask
+        if _profiler_enabled():
             with record_function(f"fullshard: {act.__name__.replace('_', ' ')} {unit.name or '(root)'}"):
                 act(unit) if watch is None else watch(unit, act)
         elif watch is None:
@@ -209,7 +220,8 @@ class Engine:
 
     def before_forward(self) -> None:
         """Bring the engine to a state from which a forward may begin, whatever happened before."""
-        self.recover()
+        if self._backward is not None:
+            self.recover()
         if self.written and not self.in_backward:
             as_before = tuple(unit.index for unit in self.units if unit.index not in self.written)
             self.written.clear()

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _get_tracing_state
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._functorch import peek_interpreter_stack
 
 from fullshard.errors import MisuseError
 
@@ -77,12 +79,12 @@ def refuse_transforms(module: nn.Module) -> None:
     Raises:
         MisuseError: Something does.
     """
-    if torch._C._get_tracing_state() is not None:
+    if _get_tracing_state() is not None:
         raise MisuseError(
             f"torch.jit.trace of a sharded {_name(module)}: the trace would hold parameters that are freed after the "
             "call. Trace a plain module with a full state dict, or use torch.compile"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise MisuseError(
             f"a sharded {_name(module)} was called inside a transform of torch.func (grad, vjp, jvp, vmap, ...), which "
             "would transform the communication too. Use torch.autograd.grad (with create_graph=True for further "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -26,9 +27,10 @@ from fullshard.runtime.inputs import Gradients, Inputs
 from fullshard.runtime.loop.flat import FlatOptimizer
 from fullshard.runtime.loop.optimizers import check_optimizer
 from fullshard.runtime.names import hide_compiled, show_compiled
+from fullshard.runtime.params.registered import Shown
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.tree import cast_floating, map_tensors, tensors_in
-from fullshard.runtime.unit import Shown, Unit
+from fullshard.runtime.unit import Unit
 from fullshard.runtime.values.fresh_state import undo_allocating_step
 from fullshard.runtime.values.loading import holders_of, refuse_rows_of_others, take_rows
 
@@ -79,10 +81,10 @@ class UnitHooks:
         `FSDPModule.__call__` comes here, not hooks of the module: hooks of the user then see full parameters whenever
         they were registered, and `torch.compile` finds nothing of ours in what it traces.
         """
-        inputs = Inputs(args, kwargs)
-        if self._unit.shown is Shown.SUMMONED:
+        if self._unit.registration.shown is Shown.SUMMONED:
             # The parameters are there, in the dtype they are stored in.
             return self.refuse_backward(method(*args, **kwargs))
+        inputs = Inputs(args, kwargs)
         try:
             self.enter(module, inputs, outside)
             output = method(*inputs.args, **inputs.kwargs)
@@ -102,14 +104,18 @@ class UnitHooks:
         """
         unit = self._unit
         refuse_transforms(module)
-        self.engine = engine = self._find_engine(module, unit)
+        engine = unit.engine
+        if engine is None or engine.unproven:
+            engine = self._find_engine(module, unit)
+        self.engine = engine
         engine.before_forward()
-        if not outside:
+        inside_backward = _autograd_runs()
+        if not outside and not inside_backward and engine.scheduler.runs(unit.index):
             self._bury_dead_forward(module, engine)
         if unit.index == 0:
             engine.before_root_forward()
         device = unit.place.device
-        if device.type != "cpu" and not engine.scheduler.in_use():  # a forward begins that is in no other one
+        if device.type != "cpu" and not engine.scheduler.any_in_use():  # a forward begins that is in no other one
             inputs.move(device)
         if unit.precision.param_dtype is not None and unit.precision.cast_forward_inputs:
             inputs.cast(unit.precision.param_dtype)
@@ -118,18 +124,19 @@ class UnitHooks:
             engine.on(Event(EventKind.RESHARD, unit.index))
         # To the Scheduler a use outside the forward is what a recomputation is: no part of the order of units, and what
         # comes next for the unit, its backward, is due.
-        engine.on(Event(EventKind.PRE_FORWARD, unit.index, inside_backward=outside or _autograd_runs()))
+        engine.on(Event(EventKind.PRE_FORWARD, unit.index, inside_backward=outside or inside_backward))
         # Not when recomputing, and not in a nested call of the same unit: its backward is over with the outermost one.
-        if torch.is_grad_enabled() and not state.in_use and inputs.watch(self.post_backward):
+        if not state.in_use and torch.is_grad_enabled() and inputs.watch(self.post_backward):
             self._pending = self._pending + 1 if self._ran else 1
 
     def _bury_dead_forward(self, module: nn.Module, engine: Engine) -> None:
         """A forward that ended by what is no `Exception` (Ctrl-C) told nobody: let its unit go before the next one."""
-        if engine.scheduler.runs(self._unit.index) and not _autograd_runs() and not _is_running(module):
-            if self._unit.index == 0:
-                engine.abort()
-            else:
-                engine.forward_failed(self._unit, inside_backward=False)
+        if _is_running(module):
+            return
+        if self._unit.index == 0:
+            engine.abort()
+        else:
+            engine.forward_failed(self._unit, inside_backward=False)
 
     def leave(self, module: nn.Module, inputs: Inputs, output: Any, outside: bool) -> Any:
         """Free; cast outputs; arrange to hear of the start of backward."""
@@ -155,7 +162,10 @@ class UnitHooks:
         if dtype is not None:
             output = cast_floating(dtype, output)
         source = output._base if output._is_view() else output
-        ours = isinstance(source, nn.Parameter) and any(source is p for f in self._unit.flows for p in f.buffers.full)
+        assert source is not None
+        # Parameters are leaves. Asked first, it spares nearly every output the slower question of its class.
+        ours = source.is_leaf and isinstance(source, nn.Parameter)
+        ours = ours and any(source is full for flow in self._unit.flows for full in flow.buffers.full)
         return output.clone() if ours else output
 
     def fail(self) -> None:
@@ -182,7 +192,7 @@ class UnitHooks:
 
     def _watch_outputs(self, output: Any) -> bool:
         """Hear of the first gradient of an output. Returns whether there can be one."""
-        tensors = list(tensors_in(output))
+        tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         if not tensors and self._unit.trainable:
             warnings.warn(
                 f"unit {self._unit.name or '(root)'!r} returned {type(output).__name__} without a tensor in a tuple, "
@@ -193,7 +203,11 @@ class UnitHooks:
             )
         with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in with_gradient:
-            tensor.register_hook(self.pre_backward)
+            if tensor.grad_fn is None:
+                tensor.register_hook(self.pre_backward)
+            else:
+                # What a hook of the tensor does, at half its cost.
+                tensor.grad_fn.register_prehook(self.pre_backward)
         return bool(with_gradient)
 
     def _others_to_run(self, module: nn.Module) -> bool:
@@ -207,12 +221,12 @@ class UnitHooks:
 
     # Backward
 
-    def pre_backward(self, gradient: torch.Tensor) -> None:
+    def pre_backward(self, _gradients: Any) -> None:
         """A gradient of the unit's output is there: its backward begins."""
         engine = self.engine
         assert engine is not None
-        engine.recover()
         if not engine.in_backward:
+            engine.recover()
             end = EndOfBackward(engine)
             engine.enter_backward(end)
             Variable._execution_engine.queue_callback(end.report)
@@ -224,7 +238,7 @@ class UnitHooks:
         assert engine is not None
         if torch.is_grad_enabled():
             self._watch_gradients(gradients)
-        if self._second_order == torch._C._current_graph_task_id():
+        if self._second_order == _current_graph_task_id():
             return  # which of the two graphs ends last is not known: the unit stays full until the end of backward
         self._pending -= 1
         if self._group_size > 1 and self._pending > 0:
@@ -243,7 +257,7 @@ class UnitHooks:
 
     def pre_second_backward(self, gradient: torch.Tensor) -> None:
         """The backward of the unit's backward begins."""
-        self._second_order = torch._C._current_graph_task_id()
+        self._second_order = _current_graph_task_id()
         self.pre_backward(gradient)
 
     # Others
@@ -317,7 +331,7 @@ def _warn_of_lost_graph(unit: Unit) -> None:
 
 
 def _autograd_runs() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return _current_graph_task_id() != -1
 
 
 def _is_running(module: nn.Module) -> bool:

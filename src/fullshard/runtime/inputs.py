@@ -29,6 +29,8 @@ class Inputs:
         args, kwargs: What to call the module with.
     """
 
+    __slots__ = ("_aliases", "_maps", "_node", "args", "kwargs")
+
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.args = args
         self.kwargs = kwargs
@@ -55,24 +57,22 @@ class Inputs:
         Returns:
             Whether it will be. Not if a tensor that requires a gradient is where it cannot be replaced.
         """
-        flat = is_flat(self.args) and is_flat(self.kwargs.values())
-        found = self._flat_tensors() if flat else tensors_in((self.args, self.kwargs))
-        tensors = {id(tensor): tensor for tensor in found if tensor.requires_grad}
+        flat = is_flat(self.args) and (not self.kwargs or is_flat(self.kwargs.values()))
+        found = (*self.args, *self.kwargs.values()) if flat else tensors_in((self.args, self.kwargs))
+        tensors = {id(value): value for value in found if isinstance(value, torch.Tensor) and value.requires_grad}
         if not tensors:
             return False
         aliases = _AfterBackward.apply(call, *tensors.values())  # type: ignore[no-untyped-call]
         replaced = dict(zip(tensors, aliases, strict=True))
         if flat:
-            self.args = tuple(replaced.get(id(value), value) for value in self.args)
-            self.kwargs = {key: replaced.get(id(value), value) for key, value in self.kwargs.items()}
+            self.args = tuple([replaced.get(id(value), value) for value in self.args])
+            if self.kwargs:
+                self.kwargs = {key: replaced.get(id(value), value) for key, value in self.kwargs.items()}
         elif not self._replace(replaced):
             return False
         self._node = aliases[0].grad_fn
         self._aliases = [(tensors[key], alias, alias._version) for key, alias in replaced.items()]
         return True
-
-    def _flat_tensors(self) -> list[torch.Tensor]:
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
 
     def _replace(self, replaced: dict[int, torch.Tensor]) -> bool:
         """Put other tensors in place of those of these identities, unless one of them cannot be replaced."""
@@ -106,7 +106,7 @@ class _AfterBackward(torch.autograd.Function):
         # Inputs that got no gradient keep none: zeros in their place would cost memory and change `grad is None`.
         ctx.set_materialize_grads(False)
         # Not the tensors themselves: autograd would make views of them, which the module could not write into.
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -19,7 +19,7 @@ _NO_CONTAINERS = (torch.Tensor, str, int, float, type(None))
 
 def is_flat(values: Iterable[Any]) -> bool:
     """Whether none of `values` is a container; False if it takes more than a glance."""
-    return all(isinstance(value, _NO_CONTAINERS) for value in values)
+    return not [value for value in values if not isinstance(value, _NO_CONTAINERS)]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

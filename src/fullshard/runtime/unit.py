@@ -6,11 +6,9 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fullshard.core.policy import UnitPolicy
 from fullshard.core.scaling import divide_factors
@@ -18,6 +16,7 @@ from fullshard.runtime.collectives import Call, Pending, command_tag, start_gath
 from fullshard.runtime.params.describe import Found
 from fullshard.runtime.params.gradients import GradientFlow
 from fullshard.runtime.params.place import Links, Place, Resources
+from fullshard.runtime.params.registered import Registration, Shown
 from fullshard.runtime.params.shards import Member, adopt_registered, reflatten, shard_parameters
 from fullshard.runtime.params.wishes import Wishes
 from fullshard.runtime.policy import MixedPrecisionPolicy
@@ -31,12 +30,18 @@ if TYPE_CHECKING:
 _GATHER, _REDUCE, _ALL_REDUCE = 0, 1, 2
 
 
-class Shown(Enum):
-    """Which parameters a unit's modules hold."""
+class _Calls:
+    """Names of the collectives of one unit and dtype, in messages and on the wire."""
 
-    SHARDED = "sharded"
-    FULL = "full, for a computation"
-    SUMMONED = "full, outside of the engine's buffers, for the user"
+    __slots__ = ("all_reduce", "gather", "reduce")
+
+    def __init__(self, unit: str, number: int) -> None:
+        def call(op: str, code: int) -> Call:
+            return Call(op, unit or "(root)", command_tag(f"{unit}/{number}", code))
+
+        self.gather = call("gather", _GATHER)
+        self.reduce = call("reduce", _REDUCE)
+        self.all_reduce = call("all-reduce", _ALL_REDUCE)
 
 
 class Unit:
@@ -51,6 +56,7 @@ class Unit:
     Attributes:
         name: Qualified name in the engine's root; "" until the engine starts.
         index: Number in the engine; -1 until the engine starts.
+        registration: Which parameters the unit's modules hold.
         wishes: What the user set beside the policies.
     """
 
@@ -67,13 +73,13 @@ class Unit:
         # Identities of the unit's modules: a reference to the modules would be a cycle.
         self.module_ids: set[int] = set()
         self.members, self.flows = shard_parameters(found, precision)
-        # Where parameters are registered: (module's dict, name, sharded, full); full ones exist from `start` on.
-        self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        self.registration = Registration(self.members)
         self._resources: Resources | None = None
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
-        self.shown = Shown.SHARDED
-        self.register_sharded()
+        # One a flow: names of its collectives.
+        self._calls: list[_Calls] = []
+        self.registration.show_sharded()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """An independent unit on the same ranks, at rest and without an engine; its modules are copies, too.
@@ -83,15 +89,15 @@ class Unit:
         made = copy.copy(self)
         memo[id(self)] = made
         made.name, made.index, made._resources, made._engine = "", -1, None, None
-        made._swaps, made._gathering, made._reducing, made.module_ids = [], [], [], set()
+        made._calls, made._gathering, made._reducing, made.module_ids = [], [], [], set()
         made.members = [member.copy(memo) for member in self.members]
         made.flows = reflatten(made.members, self.precision)
         for old, new in zip(self.flows, made.flows, strict=True):
             new.copy_held(old)
         made.policy = replace(self.policy, forward_prefetch=None, backward_prefetch=None)  # indices in an engine
         made.wishes = replace(self.wishes, prefetch={}, schedule=dict(self.wishes.schedule))
-        made.shown = Shown.SHARDED
-        made.register_sharded()
+        made.registration = Registration(made.members)
+        made.registration.show_sharded()
         REGISTRY.note_copied(made, self)
         return made
 
@@ -107,11 +113,8 @@ class Unit:
                     # Attributes that users write on a parameter are found on both, whenever they were written.
                     parameter.__dict__ = sharded.__dict__
                 full[id(sharded)] = parameter
-        self._swaps = [
-            (slot.registry, slot.name, member.sharded, full[id(member.sharded)])
-            for member in self.members
-            for slot in member.slots
-        ]
+        self.registration.renew(full)
+        self._calls = [_Calls(name, number) for number in range(len(self.flows))]
 
     @property
     def engine(self) -> Engine | None:
@@ -126,6 +129,7 @@ class Unit:
         """Let another unit take over a parameter; before any engine has started."""
         member = next(member for member in self.members if member.spec.name == name)
         self.members.remove(member)
+        self.registration.renew({})
         REGISTRY.note_released(self)
         self.flows = reflatten(self.members, self.precision)
         return member
@@ -136,7 +140,7 @@ class Unit:
         Raises:
             ValueError: A parameter was replaced by something that is not this rank's part of it.
         """
-        if self.shown is Shown.SUMMONED:
+        if self.registration.shown is Shown.SUMMONED:
             return  # the modules hold the user's full parameters; nothing can be told from them
         if self.adopt() or not all(flow.is_intact() for flow in self.flows):
             self.rebuild()
@@ -144,13 +148,15 @@ class Unit:
     def adopt(self) -> bool:
         """Make parameters that the user registered in place of sharded ones the sharded ones. Were there any?"""
         replaced = adopt_registered(self.members)
-        REGISTRY.note_replaced(self, replaced)
+        if replaced:
+            REGISTRY.note_replaced(self, replaced)
+            self.registration.renew({})
         return bool(replaced)
 
     def rebuild(self) -> None:
         """Make flat shards, and full buffers, of what the sharded parameters hold now; the unit is at rest."""
         self.flows = reflatten(self.members, self.precision)
-        self.register_sharded()
+        self.registration.show_sharded()
         if any(flow.buffers.shard.is_meta for flow in self.flows):
             self._resources, self._engine = None, None  # the next forward finds no engine, and says what is missing
         if self._resources is not None:
@@ -161,10 +167,7 @@ class Unit:
     @property
     def was_touched(self) -> bool:
         """Whether the user put other parameters, or other local tensors, in place of sharded ones."""
-        if not all(flow.is_intact() for flow in self.flows):
-            return True
-        # While full ones are registered nothing can be told from the modules.
-        return self.shown is Shown.SHARDED and any(held.get(name) is not own for held, name, own, _ in self._swaps)
+        return self.registration.was_touched or not all(flow.is_intact() for flow in self.flows)
 
     @property
     def links(self) -> Links:
@@ -221,13 +224,12 @@ class Unit:
         self._gather(secondary=True)
 
     def _gather(self, *, secondary: bool) -> None:
-        for number, flow in enumerate(self.flows):
+        for flow, calls in zip(self.flows, self._calls, strict=True):
             flow.note_gathered()
             transport = flow.links.secondary if secondary else flow.links.shard
             assert transport is not None
-            call = self._call("gather", _GATHER, number)
-            items, block = flow.buffers.begin_gather(self.resources.pool, transport.shared, call, secondary)
-            self._gathering.append(start_gather(transport, items, call, block))
+            items, block = flow.buffers.begin_gather(self.resources.pool, transport.shared, calls.gather, secondary)
+            self._gathering.append(start_gather(transport, items, calls.gather, block))
 
     def wait_gather(self) -> None:
         """Make the full parameters valid and register them in the modules."""
@@ -236,9 +238,22 @@ class Unit:
             flow.buffers.end_gather()
         self.register_full()
 
+    def register_full(self) -> None:
+        """Register full parameters, which require gradients where the sharded ones do."""
+        for flow in self.flows:
+            flow.take_flags()
+        self.registration.show_full()
+
+    def show(self, full: bool) -> None:
+        """Register full or sharded parameters, if it is the other kind that is registered."""
+        if full and self.registration.shown is Shown.SHARDED:
+            self.register_full()
+        elif not full and self.registration.shown is Shown.FULL:
+            self.registration.show_sharded()
+
     def stash(self) -> None:
         """Register sharded parameters but keep the full buffers, for the next gather to find."""
-        self.register_sharded()
+        self.registration.show_sharded()
 
     def shrink(self) -> None:
         """Keep rows for a smaller group in place of the full buffers."""
@@ -247,11 +262,11 @@ class Unit:
             transport = flow.links.secondary
             assert transport is not None
             flow.buffers.shrink(self.resources.pool, transport.size, transport.rank)
-        self.register_sharded()
+        self.registration.show_sharded()
 
     def free(self) -> None:
         """Register sharded parameters and give the full buffers back, after what is in flight has ended."""
-        self.register_sharded()
+        self.registration.show_sharded()
         try:
             self._finish_gather()
         finally:
@@ -265,10 +280,10 @@ class Unit:
 
     def reduce(self) -> None:
         """Start to sum the gradients over the shard axis."""
-        for number, flow in enumerate(self.flows):
+        for flow, calls in zip(self.flows, self._calls, strict=True):
             items = flow.begin(self._divide_factors(flow)[0])
             if items:
-                self._reducing.append(flow.links.reduce.reduce(items, self._call("reduce", _REDUCE, number)))
+                self._reducing.append(flow.links.reduce.reduce(items, calls.reduce))
 
     def wait_reduce(self) -> None:
         """The sums over the shard axis are made; without replicas they become the gradients."""
@@ -280,11 +295,10 @@ class Unit:
 
     def all_reduce(self) -> None:
         """Start to sum the reduced gradients over replicas."""
-        for number, flow in enumerate(self.flows):
+        for flow, calls in zip(self.flows, self._calls, strict=True):
             partial, transport = flow.partial(), flow.links.replicate
             if partial is not None and transport is not None:
-                call = self._call("all-reduce", _ALL_REDUCE, number)
-                self._reducing.append(transport.all_reduce(partial, call))
+                self._reducing.append(transport.all_reduce(partial, calls.all_reduce))
 
     def wait_all_reduce(self) -> None:
         """The sums over replicas are made and become the gradients."""
@@ -342,59 +356,5 @@ class Unit:
         flow.bind(self._divide_factors(flow)[1], self.wishes.after_reduce, self.policy.reduce_unused)
 
     def _divide_factors(self, flow: GradientFlow) -> tuple[float, float]:
-        small = any(flow.sum_dtype == torch.float16 for flow in self.flows)
+        small = torch.float16 in [each.sum_dtype for each in self.flows]
         return divide_factors(flow.place.world.data_parallel_size, small, self.policy.divide_factor)
-
-    def _call(self, op: str, code: int, number: int) -> Call:
-        return Call(op, self.name or "(root)", command_tag(f"{self.name}/{number}", code))
-
-    # Registration
-
-    def show(self, full: bool) -> None:
-        """Register full or sharded parameters, if it is the other kind that is registered."""
-        if full and self.shown is Shown.SHARDED:
-            self.register_full()
-        elif not full and self.shown is Shown.FULL:
-            self.register_sharded()
-
-    def register_full(self) -> None:
-        """Put the full parameters into the modules, unless the user has summoned others."""
-        if self.shown is Shown.SUMMONED:
-            return
-        self.shown = Shown.FULL
-        for flow in self.flows:
-            for sharded, full in zip(flow.sharded, flow.buffers.full, strict=True):
-                if full.requires_grad != sharded.requires_grad:
-                    full.requires_grad_(sharded.requires_grad)
-        for registry, name, _, full in self._swaps:
-            registry[name] = full
-
-    def register_sharded(self) -> None:
-        """Put the sharded parameters into the modules, unless the user has summoned full ones."""
-        if self.shown is Shown.SUMMONED:
-            return
-        self.shown = Shown.SHARDED
-        for member in self.members:
-            for slot in member.slots:
-                slot.registry[slot.name] = member.sharded
-
-    def lend(self, full: Sequence[nn.Parameter]) -> None:
-        """Put parameters of the caller's, one a member, into the modules until `take_back`; the unit is at rest."""
-        for member, parameter in zip(self.members, full, strict=True):
-            for slot in member.slots:
-                slot.registry[slot.name] = parameter
-        self.shown = Shown.SUMMONED
-
-    def take_back(self, lent: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
-        """Register the sharded parameters again.
-
-        Returns:
-            Per member what the modules held in the end: the lent parameter, or what the user put in its place.
-        """
-        held: list[torch.Tensor | None] = []
-        for member, parameter in zip(self.members, lent, strict=True):
-            found = [slot.registry.get(slot.name) for slot in member.slots]
-            held.append(next((value for value in found if value is not parameter), parameter))
-        self.shown = Shown.SHARDED
-        self.register_sharded()
-        return held

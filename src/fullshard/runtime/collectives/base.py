@@ -34,6 +34,13 @@ class GatherItem:
     chunk_numel: int
     numel: int
     _chunks: list[torch.Tensor] = field(default_factory=list)
+    _own: torch.Tensor | None = None
+
+    def own(self, rank: int) -> torch.Tensor:
+        """The chunk of this rank with its padding. Made once, as `chunks` are."""
+        if self._own is None:
+            self._own = self.whole.narrow(0, rank * self.chunk_numel, self.chunk_numel)
+        return self._own
 
     def chunks(self, size: int) -> list[torch.Tensor]:
         """The data of each of `size` ranks. Made once: items of full buffers live as long as those."""

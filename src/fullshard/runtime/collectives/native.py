@@ -6,10 +6,9 @@ ones in one packed bucket; on NCCL all of them form one coalesced launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, time_limit, translate
 from fullshard.runtime.device import GATHER, REDUCE, HostStreams, Streams
+
+_T = TypeVar("_T")
 
 
 class Waiter(Protocol):
@@ -89,14 +90,15 @@ class Native:
     def gather(self, items: list[GatherItem], call: Call) -> Pending:
         """See `Transport.gather`."""
         started = Started(self, call)
-        if not items:
-            return started
-        with self._launch(GATHER, started):
-            for item in items:
-                own = item.whole[self.rank * item.chunk_numel : (self.rank + 1) * item.chunk_numel]
-                work = dist.all_gather_single(item.whole, own, self._group, async_op=True)
-                started.works.append((item.label, work))
+        if items:
+            self._launch(GATHER, started, self._gathers, items)
         return started
+
+    def _gathers(self, started: Started, items: list[GatherItem]) -> None:
+        for item in items:
+            own = item.own(self.rank)
+            work = dist.all_gather_single(item.whole, own, self._group, async_op=True)
+            started.works.append((item.label, work))
 
     def reduce(self, items: list[ReduceItem], call: Call) -> Pending:
         """See `Transport.reduce`. The order of summation is the backend's."""
@@ -107,41 +109,44 @@ class Native:
                 out.copy_(received[: out.numel()])
 
         started = Started(self, call, copy_out)
-        padded = [self._padded(item) for item in items]
-        results = [self._result(item, outs) for item in items]
-        started.keep += padded + results
-        with self._launch(REDUCE, started):
-            for item, source, result in zip(items, padded, results, strict=True):
-                work = dist.reduce_scatter_single(result, source, group=self._group, async_op=True)
-                started.works.append((item.label, work))
+        pairs = [(item.label, self._padded(item), self._result(item, outs)) for item in items]
+        for _, source, result in pairs:
+            started.keep += (source, result)
+        self._launch(REDUCE, started, self._reductions, pairs)
         return started
+
+    def _reductions(self, started: Started, pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        for label, source, result in pairs:
+            work = dist.reduce_scatter_single(result, source, group=self._group, async_op=True)
+            started.works.append((label, work))
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
         """See `Transport.all_reduce`."""
         started = Started(self, call)
-        with self._launch(REDUCE, started):
-            started.works.append(("all", dist.all_reduce(tensor, group=self._group, async_op=True)))
+        self._launch(REDUCE, started, self._all_reduction, tensor)
         return started
 
-    @contextmanager
-    def _launch(self, stream: str, started: Started) -> Iterator[None]:
+    def _all_reduction(self, started: Started, tensor: torch.Tensor) -> None:
+        started.works.append(("all", dist.all_reduce(tensor, group=self._group, async_op=True)))
+
+    def _launch(self, stream: str, started: Started, issue: Callable[[Started, _T], None], what: _T) -> None:
         """Issue on a side stream, coalesced into one launch where the backend can."""
+        if not self._coalesces:
+            issue(started, what)  # on a CPU there is no other stream
+            return
         with self.streams.side(stream):
-            if self._coalesces:
-                with _coalescing_manager(self._group, self._device, async_ops=True) as manager:
-                    yield
-                # Orders the side stream after the launch; the event below is what the compute stream will join.
-                manager.wait()
-                started.works.clear()
-            else:
-                yield
+            with _coalescing_manager(self._group, self._device, async_ops=True) as manager:
+                issue(started, what)
+            # Orders the side stream after the launch; the event below is what the compute stream will join.
+            manager.wait()
+            started.works.clear()
             started.event = self.streams.mark()
 
     def _padded(self, item: ReduceItem) -> torch.Tensor:
         """The source in the dtype of the sum, padded to equal chunks; itself where it already is both."""
         numel = item.chunk_numel * self.size
         if item.source.numel() == numel:
-            return item.source.to(item.out.dtype)
+            return item.source if item.source.dtype == item.out.dtype else item.source.to(item.out.dtype)
         padded = item.source.new_zeros(numel, dtype=item.out.dtype)
         padded[: item.source.numel()].copy_(item.source)
         return padded

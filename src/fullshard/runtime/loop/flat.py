@@ -26,9 +26,10 @@ from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.loop.elementwise import is_known, require_elementwise
 from fullshard.runtime.loop.pieces import Part, Piece, StateByParameter, pieces_of
 from fullshard.runtime.params.gradients import GradientFlow
+from fullshard.runtime.params.registered import Shown
 from fullshard.runtime.params.storage import FlatBuffers
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.unit import Shown, Unit
+from fullshard.runtime.unit import Unit
 
 # Units are updated together until they hold this much: below it the calls cost more than the kernels. One after the
 # other above it, so that the first units of the next forward are ready while others are still updated.
@@ -117,7 +118,7 @@ def make_plan(groups: list[dict[str, Any]]) -> Plan:
     works: list[Work] = []
     placed: set[int] = set()
     for unit in sorted(units.values(), key=lambda unit: unit.index):  # a stable order; -1 before the first forward
-        if unit.shown is Shown.SHARDED:
+        if unit.registration.shown is Shown.SHARDED:
             unit.reflatten()
         runs = [run for flow in unit.flows for run in _runs(flow, group_of, groups)]
         placed.update(id(part.parameter) for run in runs for part in run.parts)

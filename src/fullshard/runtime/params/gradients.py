@@ -5,38 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from fullshard.core.layout import FlatLayout, Region, align
+from fullshard.core.layout import Region
 from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import ReduceItem, sum_scalars
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.params.extensions import Buffers
 from fullshard.runtime.params.gathers import in_rank_order
+from fullshard.runtime.params.packed import Plan, make_plan, packed_message
 from fullshard.runtime.params.place import Links, Place
 
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What follows from which parameters are trainable; made anew only when that changes.
-
-    Attributes:
-        trainable: Per parameter.
-        numel: Elements of the flat gradient shard.
-        packed_numel: Elements of it that come with the packed message.
-        gaps: Ranges of it that hold no gradient.
-        large: Trainable regions with a message of their own.
-        small: Trainable regions in the packed message.
-    """
-
-    trainable: tuple[bool, ...]
-    numel: int
-    packed_numel: int
-    gaps: tuple[tuple[int, int], ...]
-    large: tuple[Region, ...]
-    small: tuple[Region, ...]
+# Read of every parameter several times a step.
+_VERSION = attrgetter("_version")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
@@ -45,30 +30,18 @@ class _Sum:
 
     Attributes:
         plan: By which it was begun; flags may change before it is complete.
-        flat: Shape [gradient_numel + one usage count per parameter], in the dtype of the sum.
-        bucket: What the packed message brings: this rank's small gradients, then the usage counts.
+        flat: Shape [gradient_numel + room + one usage count per parameter], in the dtype of the sum.
+        message: What the packed message brings: this rank's small gradients, room, the usage counts. It is `flat`
+            itself if all gradients are small.
         complete: Every parameter had a gradient here, so the counts need not be read (reading stalls an accelerator).
         sources: Tensors on the wire, kept until they have left.
     """
 
-    plan: _Plan
+    plan: Plan
     flat: torch.Tensor
-    bucket: torch.Tensor
+    message: torch.Tensor
     complete: bool
     sources: list[torch.Tensor]
-
-
-def _plan(layout: FlatLayout, rank: int, trainable: tuple[bool, ...]) -> _Plan:
-    numel = layout.gradient_numel(trainable)
-    regions = [region for region in layout.regions if trainable[region.index]]
-    return _Plan(
-        trainable,
-        numel,
-        min(layout.packed_numel, numel),
-        tuple(layout.gaps(rank, trainable)),
-        tuple(region for region in regions if not region.packed),
-        tuple(region for region in regions if region.packed),
-    )
 
 
 class GradientFlow:
@@ -94,7 +67,7 @@ class GradientFlow:
         self._holding = False  # `hold` was called since the last reduction, on every rank alike
         self._sum: _Sum | None = None
         self._partial: _Sum | None = None  # sum over the shard axis that replicas have not been added to
-        self._plan = _plan(buffers.layout, buffers.world.rank, tuple(p.requires_grad for p in sharded))
+        self._plan = self._plan_for(tuple(map(_REQUIRES_GRAD, sharded)))
         self._nothing = buffers.shard.new_empty(0)
         self._locals = [local_of(parameter) for parameter in sharded]
         self._gathered_versions: list[int] = []
@@ -120,14 +93,23 @@ class GradientFlow:
         return self._versions() != self._gathered_versions
 
     def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self.sharded]
+        return list(map(_VERSION, self.sharded))
 
-    def plan(self) -> _Plan:
+    def take_flags(self) -> None:
+        """Full parameters require gradients where the sharded ones do."""
+        if list(map(_REQUIRES_GRAD, self.sharded)) != list(map(_REQUIRES_GRAD, self.buffers.full)):
+            for sharded, full in zip(self.sharded, self.buffers.full, strict=True):
+                full.requires_grad_(sharded.requires_grad)
+
+    def plan(self) -> Plan:
         """The plan for the parameters that are trainable now; flags may change between steps."""
-        trainable = tuple(parameter.requires_grad for parameter in self.sharded)
+        trainable = tuple(map(_REQUIRES_GRAD, self.sharded))
         if trainable != self._plan.trainable:
-            self._plan = _plan(self.buffers.layout, self.buffers.world.rank, trainable)
+            self._plan = self._plan_for(trainable)
         return self._plan
+
+    def _plan_for(self, trainable: tuple[bool, ...]) -> Plan:
+        return make_plan(self.buffers.layout, self.buffers.world.rank, trainable, self.sum_dtype.itemsize)
 
     def has_full(self) -> bool:
         """Whether full gradients wait to be reduced."""
@@ -160,16 +142,18 @@ class GradientFlow:
         plan = self.plan()
         if not plan.numel:
             return []
-        taken = [self._take(i) if on else None for i, on in enumerate(plan.trainable)]
+        dtype = self._wire_dtype()
+        taken = [self._take(i, dtype) if on else None for i, on in enumerate(plan.trainable)]
         if divide_before != 1.0:
             taken = [None if g is None else g / divide_before for g in taken]
-        flat = self.buffers.shard.new_empty(plan.numel + len(taken), dtype=self.sum_dtype)
-        items = [self._large_item(region, taken, flat) for region in plan.large]
-        bucket = self._fill_bucket(taken, plan)
-        result = bucket.new_empty(bucket.shape[1])
-        items.append(ReduceItem("small parameters", bucket.view(-1), bucket.shape[1], result))
+        shard = self.buffers.shard
+        received = shard.new_empty(plan.width, dtype=self.sum_dtype)
+        flat = shard.new_empty(plan.numel + len(taken), dtype=self.sum_dtype) if plan.large else received
+        items = [self._large_item(region, taken[region.index], flat) for region in plan.large]
+        message = packed_message(plan, taken, self.buffers.layout.size, shard, self.sum_dtype)
+        items.append(ReduceItem("small parameters", message.view(-1), plan.width, received))
         complete = all(g is not None for g, on in zip(taken, plan.trainable, strict=True) if on)
-        self._sum = _Sum(plan, flat, result, complete, [item.source for item in items])
+        self._sum = _Sum(plan, flat, received, complete, [item.source for item in items])
         self._holding = False
         return items
 
@@ -182,8 +166,9 @@ class GradientFlow:
         plan = done.plan
         for start, stop in plan.gaps:
             done.flat[start:stop].zero_()
-        done.flat[: plan.packed_numel].copy_(done.bucket[: plan.packed_numel])
-        done.flat[plan.numel :].copy_(done.bucket[-len(self.sharded) :])
+        if done.message is not done.flat:
+            done.flat[: plan.packed_numel].copy_(done.message[: plan.packed_numel])
+            done.flat[plan.numel :].copy_(done.message[-len(self.sharded) :])
         if self._partial is None:
             self._partial = done
         else:
@@ -212,41 +197,47 @@ class GradientFlow:
         done, self._partial = self._partial, None
         if done is None:
             return
-        counts = len(self.sharded)
-        used = [True] * counts if done.complete else (done.flat[-counts:] > 0.5).tolist()
-        flat = done.flat[:-counts]
-        if divide_after != 1.0:
-            flat.div_(divide_after)
-        if then is not None:
-            then(flat)
-            used = self._with_uses_elsewhere(used, done.plan, flat)
-        flat = flat.to(self.buffers.shard.dtype)
+        plan = done.plan
+        flat, used = self._mean(done, divide_after, then)
         self._touched = True
-        self._added |= any(parameter.grad is not None for parameter in self.sharded)
-        for region in (*done.plan.small, *done.plan.large):
+        here = [parameter.grad is not None for parameter in self.sharded]
+        self._added = self._added or True in here
+        for region in plan.regions:
             if self.sharded[region.index]._backward_hooks and used[region.index]:
                 self._run_tensor_hooks(region, flat)
-        existing = self.flat()
-        existing = existing if done.plan == self.plan() else None
+        existing = self.flat() if True in here and plan == self.plan() else None
         if existing is not None:
-            existing.add_(flat)
-        for region in (*done.plan.small, *done.plan.large):
+            existing.add_(flat[: plan.numel])
+        for region in plan.regions:
             if used[region.index] or unused_too:
                 if existing is None:
                     self._bind_one(region, flat)
                 _run_gradient_hooks(self.sharded[region.index])
 
-    def _with_uses_elsewhere(self, used: list[bool], plan: _Plan, flat: torch.Tensor) -> list[bool]:
+    def _mean(
+        self, done: _Sum, divide_after: float, then: Callable[[torch.Tensor], None] | None
+    ) -> tuple[torch.Tensor, list[bool]]:
+        """Flat mean gradients in the stored dtype, and which parameters any rank has used."""
+        counts, flat = len(self.sharded), done.flat
+        used = [True] * counts if done.complete else (flat[-counts:] > 0.5).tolist()
+        if divide_after != 1.0:
+            flat.div_(divide_after)
+        if then is not None:
+            gradients = flat[: done.plan.numel]
+            then(gradients)
+            used = self._with_uses_elsewhere(used, done.plan, gradients)
+        return flat if flat.dtype == self.buffers.shard.dtype else flat.to(self.buffers.shard.dtype), used
+
+    def _with_uses_elsewhere(self, used: list[bool], plan: Plan, flat: torch.Tensor) -> list[bool]:
         """`used`, and what only ranks used that the user's function alone sums over: they are not in the counts.
 
         Their gradients are seen by not being zero. The ranks of the shard axis agree on it: rows that are zero on one
         of them need not be on another, and a parameter without a gradient on one rank would be left out of its step.
         """
-        regions = (*plan.small, *plan.large)
-        if all(used[region.index] for region in regions):
+        if all(used[region.index] for region in plan.regions):
             return used  # on every rank: who had all gradients has sent counts of all
         found = torch.zeros(len(used), device=flat.device)
-        for region in regions:
+        for region in plan.regions:
             found[region.index] = self.buffers.local(region, flat).any()
         sum_scalars(found, self.place.shard_group, "agreement on unused parameters", largest=True)
         return [here or there for here, there in zip(used, (found > 0).tolist(), strict=True)]
@@ -285,7 +276,7 @@ class GradientFlow:
         """
         plan = self.plan()
         base: torch.Tensor | None = None
-        for region in (*plan.small, *plan.large):
+        for region in plan.regions:
             gradient = self.sharded[region.index].grad
             if gradient is None:
                 return None
@@ -315,21 +306,28 @@ class GradientFlow:
         else:
             local_of(parameter.grad).add_(local)
 
-    def _take(self, i: int) -> torch.Tensor | None:
-        """The full gradient of parameter i, 1-D with its rows in order, or None."""
+    def _take(self, i: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The full gradient of parameter i in `dtype`, contiguous, with its rows rank after rank, or None."""
         full = self.buffers.full[i]
-        gradient, full.grad = full.grad, None
+        gradient = full.grad
         if gradient is not None:
-            gradient = self._plain(i, gradient.detach())
-        held = self._held.pop(i, None)
+            full.grad = None
+            if gradient.requires_grad:  # of backward(create_graph=True)
+                gradient = gradient.detach()
+            if i in self.buffers.dressed:
+                gradient = self._plain(i, gradient)
+        held = self._held.pop(i, None) if self._held else None
         if held is not None:
             gradient = held if gradient is None else held.add_(gradient)
         if gradient is None:
             return None
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        flat = in_rank_order(gradient, self.buffers.specs[i], self.buffers.layout.size)
-        return flat.to(self._wire_dtype())
+        if self.buffers.specs[i].shard_dim:
+            gradient = in_rank_order(gradient, self.buffers.specs[i], self.buffers.layout.size)
+        if gradient.dtype != dtype:
+            gradient = gradient.to(dtype)
+        return gradient.contiguous()
 
     def _plain(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of parameter i as a plain tensor of this rank's part of it."""
@@ -343,40 +341,12 @@ class GradientFlow:
         computed = self.buffers.full[0].dtype
         return computed if computed.itemsize < self.sum_dtype.itemsize and not self._holding else self.sum_dtype
 
-    def _large_item(self, region: Region, taken: list[torch.Tensor | None], flat: torch.Tensor) -> ReduceItem:
-        source = taken[region.index]
-        if source is None:
-            source = self._zeros(region)
-        out = flat.narrow(0, region.shard_offset, region.rank_numel(self.buffers.world.size, self.buffers.world.rank))
-        return ReduceItem(self.buffers.specs[region.index].name, source, region.chunk_numel, out)
-
-    def _zeros(self, region: Region) -> torch.Tensor:
-        """What a rank sends for a parameter it did not use."""
-        return self.buffers.shard.new_zeros(region.rows * region.row_numel, dtype=self._wire_dtype())
-
-    def _fill_bucket(self, taken: list[torch.Tensor | None], plan: _Plan) -> torch.Tensor:
-        """The packed message, shape [size, small gradients + counts], in the dtype of the sum."""
-        width = align(plan.packed_numel + len(taken), self.sum_dtype.itemsize)
-        bucket = self.buffers.shard.new_zeros(self.buffers.layout.size, width, dtype=self.sum_dtype)
-        for region in plan.small:
-            gradient = taken[region.index]
-            if gradient is None or not gradient.numel():
-                continue
-            target = bucket.narrow(1, region.shard_offset, region.chunk_numel)
-            if region.replicated:
-                target.copy_(gradient)
-                continue
-            whole_chunks = gradient.numel() // region.chunk_numel if region.chunk_numel else 0
-            split = whole_chunks * region.chunk_numel
-            target[:whole_chunks].copy_(gradient[:split].view(whole_chunks, -1))
-            if split < gradient.numel():
-                target[whole_chunks, : gradient.numel() - split].copy_(gradient[split:])
-        counts = bucket[:, width - len(taken) :]
-        if all(gradient is not None for gradient in taken):
-            counts.fill_(1.0)  # the usual case costs an accelerator no copy from the host
-        else:
-            counts.copy_(bucket.new_tensor([0.0 if g is None else 1.0 for g in taken]).expand_as(counts))
-        return bucket
+    def _large_item(self, region: Region, gradient: torch.Tensor | None, flat: torch.Tensor) -> ReduceItem:
+        if gradient is None:  # what a rank sends for a parameter that it did not use
+            gradient = self.buffers.shard.new_zeros(region.rows * region.row_numel, dtype=self._wire_dtype())
+        world = self.buffers.world
+        out = flat.narrow(0, region.shard_offset, region.rank_numel(world.size, world.rank))
+        return ReduceItem(self.buffers.specs[region.index].name, gradient.view(-1), region.chunk_numel, out)
 
 
 def _run_gradient_hooks(parameter: torch.nn.Parameter) -> None:

@@ -14,9 +14,10 @@ from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of, part_of_full, sharded_like
 from fullshard.runtime.failures.postmortem import explained
 from fullshard.runtime.module import HANDLE
+from fullshard.runtime.params.registered import Shown
 from fullshard.runtime.params.shards import Member
 from fullshard.runtime.registry import REGISTRY
-from fullshard.runtime.unit import Shown, Unit
+from fullshard.runtime.unit import Unit
 from fullshard.runtime.whole.forms import Form, Kind, keeps_values
 from fullshard.runtime.whole.tensors import Gatherer
 
@@ -71,11 +72,11 @@ def full_parameters(
         yield
         return
     for unit, parameters in zip(units, lent, strict=True):
-        unit.lend(parameters)
+        unit.registration.lend(parameters)
     try:
         yield
     finally:
-        held = [unit.take_back(parameters) for unit, parameters in zip(units, lent, strict=True)]
+        held = [unit.registration.take_back(parameters) for unit, parameters in zip(units, lent, strict=True)]
         for unit, parameters in zip(units, lent, strict=True):
             REGISTRY.note_lent(unit, parameters)
         if writeback:
@@ -86,7 +87,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Units of the sharded modules, without those that an outer context has summoned."""
     modules = module.modules() if recurse else [module]
     units = {id(handle.unit): handle.unit for each in modules if (handle := each.__dict__.get(HANDLE)) is not None}
-    return [unit for unit in units.values() if unit.shown is not Shown.SUMMONED]
+    return [unit for unit in units.values() if unit.registration.shown is not Shown.SUMMONED]
 
 
 def _bring_to_rest(unit: Unit) -> None:
