@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from reference import assert_at_rest, full
@@ -175,3 +177,40 @@ def check_ranks_use_different_parameters(rank: int) -> None:
 def test_ranks_may_use_different_parameters_of_a_unit(cluster: Cluster) -> None:
     """B25: zeros stand for what a rank did not use; what no rank used keeps its grad."""
     cluster.run(check_ranks_use_different_parameters)
+
+
+# The page that a reader begins with
+
+
+class Sandwich(nn.Module):
+    """The model of docs/architecture.md: two blocks between an input and an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.output = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x)
+
+
+def check_page(rank: int, expected: list[str]) -> None:
+    model = Sandwich()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        engine = engine_of(model)
+        if engine is not None:
+            engine.log.clear()
+        model(batch(rank)).sum().backward()
+    assert [str(command) for command in engine_of(model).log] == expected
+
+
+def test_the_architecture_page_lists_the_commands_of_a_settled_step(cluster: Cluster) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    listing = page.partition("The commands of one settled step")[2].split("```")[1]
+    cluster.run(check_page, re.findall(r"[A-Z_]+ \d", listing))
