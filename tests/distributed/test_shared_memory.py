@@ -19,7 +19,7 @@ from torch import nn
 
 from cluster import Cluster
 from fullshard import fully_shard
-from fullshard.errors import CommunicationError, PeerLostError
+from fullshard.errors import CommunicationError, MisuseError, PeerLostError
 from fullshard.runtime.collectives import Shared
 from fullshard.runtime.collectives.shm import blocks, hosts
 
@@ -272,3 +272,36 @@ def check_lazy(rank: int) -> None:
 
 def test_kept_and_freed_units_side_by_side(cluster: Cluster) -> None:
     cluster.run(check_lazy, world_size=2)
+
+
+class Renormalizing(nn.Module):
+    """Writes to its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8, max_norm=0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.embedding(tokens)
+        return result
+
+
+def check_writes(rank: int) -> None:
+    torch.manual_seed(0)
+    tokens = torch.arange(10)
+    for transport in ("direct", "shm"):
+        torch.manual_seed(0)
+        model = Renormalizing()
+        fully_shard(model.embedding, transport=transport)
+        fully_shard(model, transport=transport)
+        if transport == "direct":
+            model(tokens).sum().backward()
+            continue
+        with pytest.raises(MisuseError, match=r"\['weight'\] were written to.*transport='direct'"):
+            model(tokens).sum().backward()
+        with pytest.raises(MisuseError, match="written to"):  # and again: nothing was kept from the failed step
+            model(tokens).sum().backward()
+
+
+def test_writing_to_what_other_ranks_compute_with_is_refused(cluster: Cluster) -> None:
+    cluster.run(check_writes)

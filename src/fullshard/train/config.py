@@ -149,7 +149,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     keep_bytes: int = 0
     prefetch_bytes: int = -1
-    transport: Literal["auto", "direct", "torch"] = "auto"
+    transport: Literal["auto", "shm", "direct", "torch"] = "auto"
 
     def __post_init__(self) -> None:
         _require(self.nproc >= 1, "parallel.nproc", self.nproc, "at least 1 rank")

@@ -24,6 +24,7 @@ import torch
 
 from fullshard.core.layout import FlatLayout, Region, plan_layout
 from fullshard.core.spec import ParamSpec, World
+from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import Block, Call, GatherItem, Shared
 from fullshard.runtime.device import BufferPool, swap_memory
 from fullshard.runtime.params.dress import Dress
@@ -41,6 +42,13 @@ class FullMemory:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self._block: tuple[Shared, Block] | None = None  # that is under the storage
+        self._full: Sequence[torch.Tensor] = ()
+        self._versions: list[int] = []
+
+    def watch(self, full: Sequence[torch.Tensor]) -> None:
+        """Notice writes to the full parameters, which are at rest."""
+        self._full = full
+        self._versions = [parameter._version for parameter in full]
 
     def fill(self, nbytes: int, pool: BufferPool, shared: Shared | None, call: Call) -> Block | None:
         """Put memory under the storage: a block, which is returned, or if there is none memory of this rank alone."""
@@ -52,14 +60,32 @@ class FullMemory:
         self._block = (shared, block)
         return block
 
-    def drain(self, pool: BufferPool) -> None:
-        """Take the memory away."""
+    def drain(self, pool: BufferPool, specs: Sequence[ParamSpec]) -> None:
+        """Take the memory away.
+
+        Args:
+            pool: Memory of this rank alone.
+            specs: The full parameters.
+
+        Raises:
+            MisuseError: One was written to while all ranks of the host computed with it. The memory is gone anyway.
+        """
         if self._block is None:
             pool.drain(self.storage)
             return
         (shared, block), self._block = self._block, None
         swap_memory(self.storage, block.storage)
         shared.blocks.give_back(block)
+        before = self._versions
+        self.watch(self._full)
+        if before != self._versions:
+            written = [s.name for s, old, new in zip(specs, before, self._versions, strict=True) if old != new]
+            raise MisuseError(
+                f"full parameters {written} were written to while they were gathered. They are in memory that the "
+                "ranks of this host share, so other ranks compute with what was written. Write to sharded parameters "
+                "between steps; or, if the model does so itself (nn.Embedding with max_norm, for one), use "
+                "transport='direct', which gives every rank a copy of its own that is dropped after use"
+            )
 
 
 class FlatBuffers:
@@ -163,6 +189,7 @@ class FlatBuffers:
             self.full = [self._build_full(region) for region in ordered]
             self._primary = GatherPlan(self.layout, self.world.rank, self.shard, self._places, self.specs)
             pool.drain(storage)
+        self._memory.watch(self.full)
 
     def _build_full(self, region: Region) -> torch.nn.Parameter:
         spec = self.specs[region.index]
@@ -210,7 +237,7 @@ class FlatBuffers:
             self._gathering = None
         self._secondary = None
         if self.is_full:
-            self._memory.drain(pool)
+            self._memory.drain(pool, self.specs)
 
     def shrink(self, pool: BufferPool, size: int, rank: int) -> None:
         """Keep this rank's rows over a smaller group of `size` ranks in place of the full buffer."""
