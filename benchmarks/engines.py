@@ -223,25 +223,25 @@ class Engine:
         make: From the model to the job, in a rank process.
         title: Its name in tables.
         peer: It lives in the peers' environment (`peers.py`), not in the project's.
-        whole: Every rank holds everything.
+        whole: Bytes a parameter and rank that are not sharded, of the 16 of training with AdamW; buckets come on top.
         alone: Ranks do not train together, so its loss is another.
     """
 
     make: Callable[[nn.Module, Workload], Job]
     title: str
     peer: bool = False
-    whole: bool = False
+    whole: int = 0
     alone: bool = False
 
 
 ENGINES: dict[str, Engine] = {
-    "plain": Engine(PlainJob, "plain, 1 process", whole=True, alone=True),
-    "compute": Engine(ComputeJob, "compute alone", whole=True, alone=True),
-    "ddp": Engine(DdpJob, "DDP", whole=True),
+    "plain": Engine(PlainJob, "plain, 1 process", whole=16, alone=True),
+    "compute": Engine(ComputeJob, "compute alone", whole=8, alone=True),
+    "ddp": Engine(DdpJob, "DDP", whole=20),
     "fsdp1": Engine(Fsdp1Job, "FSDP1"),
     "fsdp2": Engine(fsdp2_job, "FSDP2"),
-    "zero1": Engine(deepspeed_job(1), "DeepSpeed ZeRO-1", peer=True, whole=True),
-    "zero2": Engine(deepspeed_job(2), "DeepSpeed ZeRO-2", peer=True, whole=True),
+    "zero1": Engine(deepspeed_job(1), "DeepSpeed ZeRO-1", peer=True, whole=8),
+    "zero2": Engine(deepspeed_job(2), "DeepSpeed ZeRO-2", peer=True, whole=8),
     "zero3": Engine(deepspeed_job(3), "DeepSpeed ZeRO-3", peer=True),
     "megatron": Engine(megatron_job, "Megatron-FSDP", peer=True),
     "fullshard": Engine(fullshard_job("auto"), "fullshard"),

@@ -13,7 +13,7 @@ never wait for one another: a step whose communication is free. One that cannot 
 Time: every engine has its own rank processes. Round after round each engine in turn runs a few steps while the others
 sleep on a pipe; the order turns by one place each round. So a busy or throttled machine hits all engines alike, no
 engine disturbs another's allocator, and ratios are taken within a round, then their median. Where the engines do not
-fit into memory side by side, each turn has new processes.
+fit into memory side by side, the last ones of the list have new processes for each turn.
 
 Wire: bytes each rank received per step, counted by the kernel on that process's own sockets, in the same steps.
 
@@ -26,6 +26,7 @@ rank had in the timed steps; Python and torch themselves are about 250 MiB of it
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ class Runner:
         self._places = places
         self._stack = ExitStack()
         self._groups: dict[str, RankGroup] = {}
-        self._side_by_side = self._bytes_together() < MEMORY_PART * psutil.virtual_memory().available
+        self._kept = self._fitting()
 
     @property
     def running(self) -> list[str]:
@@ -78,8 +79,8 @@ class Runner:
 
     def measure_time(self, rounds: int) -> None:
         """Seconds per step of each round, wire bytes per step and rank, and the last loss."""
-        if not self._side_by_side:
-            print("  they do not fit into memory side by side: each turn has new processes", flush=True)
+        if restarted := [engine for engine in self.found if engine not in self._kept]:
+            print(f"  not enough memory to keep them: new processes each turn for {', '.join(restarted)}", flush=True)
         with self._stack:
             for number in range(rounds):
                 engines = list(self.found)
@@ -118,7 +119,7 @@ class Runner:
         if "missing" in values:
             return
         try:
-            if self._side_by_side:
+            if engine in self._kept:
                 if engine not in self._groups:
                     self._groups[engine] = self._stack.enter_context(self._timing_group(engine))
                 ranks = self._groups[engine].send("block")
@@ -154,12 +155,22 @@ class Runner:
         finally:
             group.close()
 
-    def _bytes_together(self) -> int:
-        """Memory of all engines side by side, roughly: states as each holds them, and as much again for one block."""
+    def _fitting(self) -> set[str]:
+        """Engines whose processes live side by side, while one of the others has its turn."""
+        room = MEMORY_PART * psutil.virtual_memory().available
+        kept = list(self.found)
+        while (
+            kept and self._bytes(kept) + max((self._bytes([e]) for e in self.found if e not in kept), default=0) > room
+        ):
+            kept.pop()
+        return set(kept)
+
+    def _bytes(self, engines: Sequence[str]) -> int:
+        """Memory of engines side by side, roughly: states as each holds them, and as much again for one block."""
         total, count = 0, sizes(self.workload)
-        for engine in self.found:
-            ranks = world_size_of(engine, self.workload)
-            states = 16 * count.all * (ranks if ENGINES[engine].whole else 1)
+        for engine in engines:
+            ranks, whole = world_size_of(engine, self.workload), ENGINES[engine].whole
+            states = count.all * (ranks * whole + max(0, 16 - whole))
             total += states + ranks * (16 * count.block + PROCESS_BYTES)
         return total
 
@@ -190,15 +201,15 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="a", help=f"comma-separated, of {','.join(WORKLOADS)}")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated")
+    parser.add_argument("--engines", help=f"comma-separated, of {','.join(ENGINES)}; default: those of the workload")
     parser.add_argument("--rounds", type=int, default=7, help="how often each engine has its turn")
     parser.add_argument("--steps", type=int, default=5, help="measured steps a turn")
     parser.add_argument("--skip-memory", action="store_true", help="leave the memory pass out")
     parser.add_argument("--out", type=Path, default=RESULTS_FOLDER, help="folder for the JSON file")
     parser.add_argument("--list", action="store_true", help="print workloads and engines, and stop")
     arguments = parser.parse_args()
-    arguments.workload, arguments.engines = arguments.workload.split(","), arguments.engines.split(",")
-    for given, known in ((arguments.workload, WORKLOADS), (arguments.engines, ENGINES)):
+    arguments.workload, arguments.engines = arguments.workload.split(","), (arguments.engines or "").split(",")
+    for given, known in ((arguments.workload, WORKLOADS), (filter(None, arguments.engines), ENGINES)):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     if any(WORKLOADS[name].link_gbit for name in arguments.workload) and (reason := hosts.missing_reason()):
@@ -213,7 +224,8 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
         places: Sequence[Where] = [Where()]
         if workload.link_gbit:
             places = stack.enter_context(hosts.two_hosts(workload.link_gbit))
-        runner = Runner(workload, arguments.engines, arguments.steps, places)
+        engines = arguments.engines if any(arguments.engines) else workload.engines
+        runner = Runner(workload, engines, arguments.steps, places)
         runner.measure_time(arguments.rounds)
         result: dict[str, Any] = {"workload": asdict(workload), "engines": runner.found}
         if not arguments.skip_memory:
@@ -227,6 +239,7 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
 def main() -> None:
     """Measure, print, save."""
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of every `finally`: ranks and hosts go
     if arguments.list:
         for name, title in [
             *((w.name, w.title) for w in WORKLOADS.values()),

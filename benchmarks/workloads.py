@@ -16,6 +16,7 @@ class Workload:
 
     Attributes:
         title: What a reader must know about it.
+        engines: Who is measured unless the command line says otherwise.
         batch: Sequences a rank and microbatch.
         positions: Tokens a sequence.
         microbatches: Backwards before each optimizer step.
@@ -27,6 +28,7 @@ class Workload:
     name: str
     title: str
     shape: LlamaShape
+    engines: tuple[str, ...]
     batch: int = 1
     positions: int = 128
     world_size: int = 2
@@ -46,18 +48,25 @@ _26M = LlamaShape(width=512, blocks=8, hidden=1408)
 _78M = LlamaShape(width=1024, blocks=6, hidden=2816)
 _308M = LlamaShape(width=1024, blocks=24, hidden=2816)
 
+_TORCH = ("fsdp2", "fsdp1", "ddp")
+_ZERO = ("zero1", "zero2", "zero3", "megatron")
+_OURS = ("fullshard-direct", "fullshard-shm")
+_EVERYBODY = ("plain", "compute", *_TORCH, *_ZERO, *_OURS)
+_NEAREST = ("compute", "fsdp2", "ddp", "zero3", *_OURS)
+
 _ALL = (
-    Workload("a", "Llama 26 M, 1 x 128 tokens", _26M),
-    Workload("b", "Llama 78 M, 1 x 256 tokens", _78M, positions=256),
-    Workload("c", "24 blocks of d 1024 (308 M), 1 x 64 tokens", _308M, positions=64),
-    Workload("d", "as b, computed in bfloat16, float32 master", _78M, positions=256, compute_dtype="bfloat16"),
-    Workload("e", "as a, 4 microbatches, each reduced", _26M, microbatches=4),
-    Workload("e-hold", "as a, 4 microbatches, the last reduced", _26M, microbatches=4, hold=True),
-    Workload("h", "as a, four ranks", _26M, world_size=4),
-    Workload("i1", "as b, two hosts, 1 Gbit/s", _78M, positions=256, link_gbit=1.0),
-    Workload("i4", "as b, two hosts, 4 Gbit/s", _78M, positions=256, link_gbit=4.0),
+    Workload("a", "Llama 26 M, 1 x 128 tokens", _26M, _EVERYBODY),
+    Workload("b", "Llama 78 M, 1 x 256 tokens", _78M, ("plain", "compute", *_TORCH, "zero3", *_OURS), positions=256),
+    # Of this size two engines fit into 24 GiB at once, DDP hardly alone.
+    Workload("c", "24 blocks of d 1024 (308 M), 1 x 64 tokens", _308M, ("fsdp2", "zero3", *_OURS), positions=64),
+    Workload("d", "b in bfloat16, float32 master", _78M, _NEAREST, positions=256, compute_dtype="bfloat16"),
+    Workload("e", "a, 4 microbatches, each reduced", _26M, (*_NEAREST, "zero2"), microbatches=4),
+    Workload("e-hold", "a, 4 microbatches, the last reduced", _26M, (*_TORCH, *_OURS), microbatches=4, hold=True),
+    Workload("h", "a on four ranks", _26M, _NEAREST, world_size=4),
+    Workload("i1", "b, two hosts, 1 Gbit/s", _78M, (*_NEAREST[:4], "fullshard-direct"), positions=256, link_gbit=1.0),
+    Workload("i4", "b, two hosts, 4 Gbit/s", _78M, (*_NEAREST[:4], "fullshard-direct"), positions=256, link_gbit=4.0),
     # Small enough to try the scripts themselves.
-    Workload("tiny", "too small to say anything", LlamaShape(width=64, blocks=2, hidden=128), positions=16),
+    Workload("tiny", "too small to say anything", LlamaShape(64, 2, 128), _EVERYBODY, positions=16),
 )
 WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
 
