@@ -185,6 +185,8 @@ class Simulator:
             u for u, facts in enumerate(self.units) if facts.ahead and not facts.asked_for and self.model.full_bytes[u]
         ]
         budget = self.engine["prefetch_bytes"]
+        if budget is None and event.kind in ("NEXT_STEP", "CHANGED"):
+            ahead = [unit for unit in ahead if unit]  # the root is to be used next
         if budget is None:
             budget = max(self.model.full_bytes[1:], default=0)
             if len(ahead) == 1:
@@ -299,8 +301,13 @@ class Simulator:
             if not facts.in_use
             and (facts.buffer is not None or facts.secondary is not None)
             and not (unit in event.units and self.settings[unit].keep_after_backward and facts.buffer is not None)
+            and not (unit in event.units and facts.ahead)
         ]
         assert not stale, f"{event}: units keep what was gathered before"
+
+    def _after_next_step(self, event: Ev, ops: list[tuple[str, int]]) -> None:
+        gathered = [unit for op, unit in ops if op == "GATHER"]
+        assert set(gathered) <= set(event.units), f"{event}: {gathered} may still change"
 
     def _after_abort(self, event: Ev, ops: list[tuple[str, int]]) -> None:
         for facts in self.units:

@@ -23,8 +23,8 @@ import fullshard.core
 CORE_FOLDER = Path(fullshard.core.__file__).parent
 # In the order in which they may import each other.
 CORE_MODULES = (
-    *("spec", "layout", "grouping", "lifecycle", "policy", "order", "budget", "events", "schedule", "replay"),
-    *("scaling", "cost"),
+    *("spec", "layout", "grouping", "lifecycle", "policy", "order", "budget", "events", "reductions"),
+    *("schedule", "replay", "scaling", "cost"),
     *("profile", "summary", "trace"),
     "calibration",
 )

@@ -305,6 +305,57 @@ def test_records_stay_bounded(core: Core) -> None:
     assert len(scheduler._order.recorded) <= 200
 
 
+# Across the step boundary
+
+
+def _next_step(core: Core, chain: Chain, final: tuple[int, ...], **engine: Any) -> tuple[Runner, list[int]]:
+    """A settled model whose optimizer has written everything, and what it then gathers for the next step."""
+    case = chain.case(**engine)
+    runner = Runner(core, case)
+    runner.feed_all([*case.trace, *case.trace, Ev("CHANGED")])
+    return runner, [unit for op, unit in runner.feed(Ev("NEXT_STEP", units=final)) if op == "GATHER"]
+
+
+@holds_for(CHAINS, examples=40)
+def test_the_next_step_begins_with_what_a_forward_begins_with(core: Core, chain: Chain) -> None:
+    """The same gathers come earlier, no other ones, and the next step finds them."""
+    count = len(chain.order)
+    everything = tuple(range(count + 1))
+    runner, gathered = _next_step(core, chain, everything)
+    ahead = 1 if chain.ahead is None else chain.ahead - 1  # of the user's number the root is a part
+    assert gathered == [0, *chain.order[:ahead]]
+    case = chain.case()
+    before, wasted = runner.simulator.gathers, runner.simulator.wasted_gathers
+    first = runner.feed(case.trace[0])
+    assert ("GATHER", 0) not in first
+    runner.feed_all(case.trace[1:])
+    assert runner.simulator.gathers - before == 2 * count - len(gathered)
+    assert runner.simulator.wasted_gathers == wasted
+    assert runner.scheduler.at_rest()
+
+
+@holds
+def test_units_that_may_change_are_not_gathered_for_the_next_step(core: Core) -> None:
+    chain = Chain((3, 1, 2), None)
+    assert _next_step(core, chain, (0, 1, 2))[1] == [0]  # 3 comes second, and is still to be written
+    assert _next_step(core, chain, (1, 2, 3))[1] == []
+    assert _next_step(core, chain, (0, 3))[1] == [0, 3]
+    assert _next_step(core, chain, (0, 1, 2, 3), prefetch_bytes=0)[1] == []
+    explicit = chain.case().settings
+    case = replace(chain.case(), settings=(replace(explicit[0], forward_prefetch=(2,)), *explicit[1:]))
+    ops = Runner(core, case).feed(Ev("NEXT_STEP", units=(0, 1, 2, 3)))
+    assert ops == [("GATHER", 0), ("GATHER", 2)]
+
+
+@holds
+def test_what_was_gathered_for_the_next_step_is_dropped_if_it_changes(core: Core) -> None:
+    """And only that."""
+    runner, gathered = _next_step(core, Chain((1, 2, 3), 3), (0, 1, 2, 3))
+    assert gathered == [0, 1, 2]
+    assert runner.feed(Ev("CHANGED", units=(0, 2, 3))) == [("FREE", 1)]
+    assert runner.feed(Ev("NEXT_STEP", units=(0, 1, 2, 3))) == [("GATHER", 1)]
+
+
 # From forward to backward: the budget of "auto"
 
 

@@ -421,6 +421,17 @@ ENGINES = st.fixed_dictionaries(
 
 
 @st.composite
+def _updates(draw: st.DrawFn, count: int) -> list[Item]:
+    """An optimizer's step: all at once, or so that the next step begins while some units are still to be written."""
+    items: list[Item] = [Ev("CHANGED")]
+    if draw(_RARELY):
+        items.append(Ev("NEXT_STEP", units=tuple(sorted(draw(st.sets(st.integers(0, count - 1)))))))
+    if draw(_RARELY):
+        items.append(Ev("CHANGED", units=tuple(sorted(draw(st.sets(st.integers(0, count - 1)))))))
+    return items
+
+
+@st.composite
 def cases(draw: st.DrawFn, kinds: st.SearchStrategy[StepKind] = KINDS, most_steps: int = 4) -> Case:
     """Any run: several steps of any kinds, settings that change between them, optimizer steps between them."""
     model = draw(models())
@@ -431,6 +442,6 @@ def cases(draw: st.DrawFn, kinds: st.SearchStrategy[StepKind] = KINDS, most_step
         if number and draw(_RARELY):
             emitter.set(draw(settings_of(count)))
         if number and draw(st.booleans()):
-            emitter.items.append(Ev("CHANGED"))
+            emitter.items += draw(_updates(count))
         emit_step(draw, emitter, draw(kinds))
     return Case(model, first, draw(ENGINES), tuple(emitter.items))

@@ -20,6 +20,7 @@ class EventKind(Word):
     SETTLE = "wait for an unshard"
     RESHARD = "reshard"
     CHANGED = "parameters changed"
+    NEXT_STEP = "the next step begins with these units"
     ABORT = "abort"
 
 
@@ -35,7 +36,7 @@ class Event(NamedTuple):
             parameters are used outside of a forward. ABORT: it is a backward that failed.
         reducible: POST_BACKWARD: the unit has parameters that require gradients.
         units: END_BACKWARD: units that hold full gradients which no POST_BACKWARD has reported. CHANGED: units whose
-            shards were not written.
+            shards were not written. NEXT_STEP: those that will not change any more.
         last: END_BACKWARD: wait for all reductions.
     """
 

@@ -37,6 +37,10 @@ class ForwardOrder:
         """Units expected next."""
         return self.expected[self.position : self.position + LOOKAHEAD]
 
+    def first(self) -> list[int]:
+        """Units that the next forward of the root is expected to begin with."""
+        return (self.recorded or self.expected)[:LOOKAHEAD]
+
     def at_end(self) -> bool:
         """Whether no further unit is expected."""
         return self.position >= len(self.expected)

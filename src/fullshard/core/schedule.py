@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from fullshard.core.budget import one_unit_bytes, units_to_keep
@@ -19,6 +20,7 @@ from fullshard.core.events import Command, Event, EventKind
 from fullshard.core.lifecycle import TABLE, Op, State, Step
 from fullshard.core.order import LOOKAHEAD, ForwardOrder
 from fullshard.core.policy import AfterForward, SchedulePolicy, UnitPolicy
+from fullshard.core.reductions import Reductions
 from fullshard.errors import MisuseError
 
 __all__ = ["Command", "Event", "EventKind", "Memory", "Scheduler"]
@@ -61,8 +63,7 @@ class Scheduler:
         self._to_backward: list[int] = []
         # Units that the user unsharded ahead of use: no prefetch decision may drop them.
         self._pinned: set[int] = set()
-        # Units whose gradients are on the wire, oldest first, each with the op that its next wait is.
-        self._reducing: list[Command] = []
+        self._reductions = Reductions(self._emit)
         self._out: list[Command] = []
         self._handlers: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PRE_FORWARD: self._pre_forward,
@@ -75,6 +76,7 @@ class Scheduler:
             EventKind.SETTLE: lambda event: self._move(event.unit, Step.SETTLE),
             EventKind.RESHARD: self._reshard,
             EventKind.CHANGED: self._changed,
+            EventKind.NEXT_STEP: self._next_step,
             EventKind.ABORT: self._abort,
         }
 
@@ -94,7 +96,7 @@ class Scheduler:
         """What is remembered now. The next answers follow from it and the settings."""
         order = self._order
         lists: tuple[Sequence[Any], ...] = (
-            *(self.states, self.depths, order.expected, order.recorded, self._to_backward, self._reducing),
+            *(self.states, self.depths, order.expected, order.recorded, self._to_backward, self._reductions.pending),
         )
         return (*(tuple(each) for each in lists), order.position, frozenset(self._pinned), self._kept)
 
@@ -103,11 +105,11 @@ class Scheduler:
         states, depths, expected, recorded, to_backward, reducing, position, pinned, self._kept = memory
         self.states[:], self.depths[:] = states, depths
         self._order = ForwardOrder(list(expected), position, list(recorded))
-        self._to_backward, self._reducing, self._pinned = list(to_backward), list(reducing), set(pinned)
+        self._to_backward, self._reductions.pending, self._pinned = list(to_backward), list(reducing), set(pinned)
 
     def at_rest(self) -> bool:
         """Whether every unit is sharded and nothing is in flight."""
-        return not self._reducing and all(state is State.SHARDED for state in self.states)
+        return not self._reductions.pending and all(state is State.SHARDED for state in self.states)
 
     def runs(self, unit: int) -> bool:
         """Whether the forward of `unit` is running."""
@@ -250,11 +252,10 @@ class Scheduler:
         if not self.policies[unit].sync_gradients:
             self._emit(Op.HOLD, unit)
             return
-        if any(pending.unit == unit for pending in self._reducing):
-            self._drain()
-        self._advance_reduces(self.policy.reduces_in_flight - 1)
-        self._emit(Op.REDUCE, unit)
-        self._reducing.append(Command(Op.WAIT_REDUCE, unit))
+        self._reductions.begin(unit, self.policy.reduces_in_flight, self._sums_replicas)
+
+    def _sums_replicas(self, unit: int) -> bool:
+        return self.policy.replicated and self.policies[unit].sync_replicas
 
     def _end_backward(self, event: Event) -> None:
         left = [u for u, state in enumerate(self.states) if state is State.BACKWARD]
@@ -267,26 +268,7 @@ class Scheduler:
                 self._move(unit, Step.RESHARD)
         self._drop_prefetched()
         if event.last:
-            self._drain()
-
-    def _advance_reduces(self, allowed: int) -> None:
-        """Move every reduction but the newest `allowed` on by one stage."""
-        for pending in self._reducing[: max(0, len(self._reducing) - allowed)]:
-            self._advance(pending)
-
-    def _advance(self, pending: Command) -> None:
-        """Complete one stage of a reduction: the sum over the shard axis, then that over replicas if there are any."""
-        at = self._reducing.index(pending)
-        self._emit(pending.op, pending.unit)
-        if pending.op is Op.WAIT_REDUCE and self.policy.replicated and self.policies[pending.unit].sync_replicas:
-            self._emit(Op.ALL_REDUCE, pending.unit)
-            self._reducing[at] = Command(Op.WAIT_ALL_REDUCE, pending.unit)
-        else:
-            del self._reducing[at]
-
-    def _drain(self) -> None:
-        while self._reducing:
-            self._advance(self._reducing[0])
+            self._reductions.drain(self._sums_replicas)
 
     # Events of the user and of failures
 
@@ -322,21 +304,37 @@ class Scheduler:
         """The optimizer or a load wrote the shards: what was gathered before is stale, graphs from before are done."""
         self._to_backward.clear()
         for unit, state in enumerate(self.states):
-            # The base of an adapter that is kept full is gathered once, not once a step.
-            still_good = unit in event.units and state is State.KEPT and self.policies[unit].keep_after_backward
-            if not state.in_use and not still_good:
+            # The base of an adapter that is kept full is gathered once, not once a step. What was gathered for the next
+            # step is not gathered again because others were written later.
+            keeps = state is State.PREFETCHED or (state is State.KEPT and self.policies[unit].keep_after_backward)
+            if not state.in_use and not (keeps and unit in event.units):
                 self._move(unit, Step.RESHARD)
+
+    def _next_step(self, event: Event) -> None:
+        """Begin the next step with units that will not change any more, while an optimizer still updates others.
+
+        They are as many as may be full when a forward begins: the root, and what is gathered ahead beside it. Where the
+        user gave a number of bytes, the root counts.
+        """
+        explicit = self.policies[0].forward_prefetch
+        order = self._order.first() if explicit is None else (0, *explicit)
+        head = list(takewhile(lambda unit: unit in event.units, order))
+        wanted = self._within_budget(-1, head)
+        if self.policy.prefetch_bytes is None and 0 in wanted:
+            wanted = (0, *self._within_budget(0, head))
+        for unit in wanted:
+            if self.states[unit] in (State.SHARDED, State.SECONDARY):
+                self._move(unit, Step.PREFETCH)
 
     def _abort(self, event: Event) -> None:
         if event.inside_backward:
-            for pending in self._reducing:
-                self._emit(Op.DISCARD, pending.unit)
+            self._reductions.discard()
         else:
-            self._drain()  # of an earlier backward, complete and not waited for: its gradients are good
+            # Of an earlier backward, complete and not waited for: its gradients are good.
+            self._reductions.drain(self._sums_replicas)
         for unit in range(len(self.states)):
             self._move(unit, Step.ABORT)
             self.depths[unit] = 0
-        self._reducing.clear()
         self._to_backward.clear()
         self._order.recorded = []
         self._order.position = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,9 +11,18 @@ from torch import nn
 from fullshard.runtime.build import find_engine
 from fullshard.runtime.graphs import keep_out_of_graphs
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS, EndOfBackward, UnitHooks
-from fullshard.runtime.module import HANDLE, FSDPModule, Handle
+from fullshard.runtime.module import HANDLE, FSDPModule
 from fullshard.runtime.unit import Unit
 from fullshard.runtime.values.init import init_methods
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What a sharded module carries: its unit, its hooks, and where it was sharded."""
+
+    unit: Unit
+    hooks: UnitHooks
+    site: str
 
 
 def attach(modules: list[nn.Module], unit: Unit, site: str) -> None:

@@ -288,7 +288,7 @@ def _describe(unit: Unit, name: str, place: Place, same_values: bool) -> list[st
     settings = (
         f"{unit.precision}, transport {unit.place.transport!r}, after forward {policy.after_forward.value}, "
         f"sync {policy.sync_gradients} {policy.sync_replicas}, debug {wants_debug(unit)}, "
-        f"schedule {dict(sorted(unit.wishes.schedule.items()))}"
+        f"schedule {dict(sorted(unit.wishes.schedule.items()))}{', across steps' * unit.wishes.across_steps}"
     )
     # Of a subclass that shards itself the bits are not known here.
     equal = [m for m in members if (same_values or m.spec.replicated) and not m.dress.extends]

@@ -18,7 +18,8 @@ from fullshard.core.policy import SchedulePolicy, UnitPolicy
 from fullshard.core.replay import Replay
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
-from fullshard.runtime.collectives import Custom, CustomAllReduce, Transport, make_transport
+from fullshard.runtime.boundary import Boundary
+from fullshard.runtime.collectives import Custom, CustomAllReduce, Pending, Transport, make_transport
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.failures.debug import OrderCheck, wants_debug
 from fullshard.runtime.failures.postmortem import COMMUNICATES, Story
@@ -59,6 +60,7 @@ class Engine:
         ignored: Gradients of parameters that no unit has, if they shall be averaged.
         story: What is told when communication fails.
         unproven: Parameters may have lost their values since the engine was made; the root's next forward looks.
+        boundary: What happens between two steps.
         written: Units whose shards have been written since the last forward began; what was gathered of them is stale.
     """
 
@@ -70,6 +72,7 @@ class Engine:
         self.story = Story(units, self.log)
         self.unproven = False
         self.written: set[int] = set()
+        self.boundary = Boundary(units)
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self.ignored: IgnoredGradients | None = None
         self._check: OrderCheck | None = None
@@ -83,6 +86,8 @@ class Engine:
         self._settle_memory()
         for unit in units:
             self.resolve_prefetch(unit)
+        # Not when the interpreter ends: then other ranks end, too, and need not be waited for.
+        weakref.finalize(self, _end_gathers, [unit.gathering for unit in units]).atexit = False
 
     def _settle_memory(self) -> None:
         sizes = [unit.full_bytes for unit in self.units]
@@ -146,15 +151,16 @@ class Engine:
 
     # Events
 
-    def on(self, event: Event) -> None:
-        """Answer one event: decide, then act."""
+    def on(self, event: Event) -> tuple[Command, ...]:
+        """Answer one event: decide, then act. Returns what was done."""
         if self._broken is not None and event.kind not in (EventKind.ABORT, EventKind.FORWARD_FAILED):
             self._refuse(self._broken)
-        commands = iter(self.scheduler.on(event))
+        commands = self.scheduler.on(event)
+        left = iter(commands)
         # Asked once an event: to name ranges that nobody records would cost far more than to ask.
         observed = self.watch is not None or _profiler_enabled()
         try:
-            for command in commands:
+            for command in left:
                 self.log.append(command)
                 unit, act = self.units[command.unit], _EXECUTE[command.op]
                 if self._check is not None and command.op in COMMUNICATES:
@@ -164,9 +170,10 @@ class Engine:
                 else:
                     act(unit)
         except BaseException as error:
-            self._note_failure(error, commands)
+            self._note_failure(error, left)
             raise
         self._show(event)
+        return commands
 
     def _refuse(self, broken: CommunicationError | MisuseError) -> None:
         if isinstance(broken, MisuseError):
@@ -222,7 +229,15 @@ class Engine:
         """Bring the engine to a state from which a forward may begin, whatever happened before."""
         if self._backward is not None:
             self.recover()
-        if self.written and not self.in_backward:
+            if self.in_backward:
+                return
+        if not self.scheduler.in_use():
+            self.boundary.agree(self)
+        self.forget_written()
+
+    def forget_written(self) -> None:
+        """What was gathered of units that have been written is stale: drop it."""
+        if self.written:
             as_before = tuple(unit.index for unit in self.units if unit.index not in self.written)
             self.written.clear()
             self.on(Event(EventKind.CHANGED, units=as_before))
@@ -246,9 +261,11 @@ class Engine:
                 self.on(Event(EventKind.RESHARD, unit.index))
                 unit.rebuild()
 
-    def note_written(self, unit: Unit) -> None:
-        """The shards of `unit` have been written: what was gathered is stale. Optimizers report unit by unit."""
-        self.written.add(unit.index)
+    def note_written(self, *units: Unit) -> None:
+        """An optimizer has written the shards of these units: what was gathered of them is stale."""
+        indices = [unit.index for unit in units]
+        self.written.update(indices)
+        self.boundary.written(self, indices)
 
     def recover(self) -> None:
         """If a backward died, bring every unit back to rest."""
@@ -276,6 +293,8 @@ class Engine:
             if unit.trainable and (states[unit.index] is State.BACKWARD or unit.has_gradients_to_reduce)
         )
         self.on(Event(EventKind.END_BACKWARD, units=units, last=self.units[0].wishes.is_last_backward))
+        if self.units[0].policy.sync_gradients:
+            self.boundary.backward_ended()
         if self.ignored is not None and self.units[0].policy.sync_gradients:
             try:
                 self.ignored.average()
@@ -335,6 +354,13 @@ class Engine:
             for give_up in (unit.discard, unit.free):
                 with suppress(CommunicationError):
                     give_up()
+
+
+def _end_gathers(gathering: list[list[Pending]]) -> None:
+    """The model is gone with gathers under way: end them, or the messages that come would find no memory."""
+    for pending in (each for pendings in gathering for each in pendings):
+        with suppress(CommunicationError):
+            pending.finish()
 
 
 class _Linker:

@@ -366,12 +366,15 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     undo_allocating_step(optimizer)
     if isinstance(optimizer, FlatOptimizer):
         return  # it has reported the units itself
+    written: dict[Engine, dict[Unit, None]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Without a gradient it was left alone. Whoever writes it by hand raises its version counter.
             unit = REGISTRY.owner(parameter) if parameter.grad is not None else None
             if unit is not None and unit.engine is not None:
-                unit.engine.note_written(unit)
+                written.setdefault(unit.engine, {})[unit] = None
+    for engine, units in written.items():
+        engine.note_written(*units)
 
 
 class OptimizerHooks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,15 +29,6 @@ from fullshard.runtime.values.loading import unchanged_if_it_fails
 
 # Where a sharded module carries its `Handle`.
 HANDLE = "_fullshard"
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What a sharded module carries: its unit, its hooks, and where it was sharded."""
-
-    unit: Unit
-    hooks: UnitHooks
-    site: str
 
 
 class FSDPModule:
@@ -193,6 +184,17 @@ class FSDPModule:
         """
         self._change_schedule(prefetch_bytes=prefetch_bytes)
 
+    def set_prefetch_across_steps(self, enable: bool = True) -> None:
+        """True gathers the first units of the next step as soon as optimizers have written them; on every rank alike.
+
+        What is written after that is noticed on any rank, and gathered again. It costs one small message a step, and
+        between steps as much memory as when a forward begins: the root, and what may be gathered ahead.
+        """
+        unit = self._root()
+        unit.wishes.across_steps = enable
+        if unit.engine is not None:
+            unit.engine.boundary.wanted = enable
+
     def set_keep_bytes(self, keep_bytes: int) -> None:
         """Bytes of full parameters that units with `reshard_after_forward="auto"` keep from forward to backward.
 
@@ -271,6 +273,8 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for `event`, once: for an optimizer that ran on another stream."""
+        if self._root().wishes.across_steps:
+            raise MisuseError("set_prefetch_across_steps(True) gathers before this event is known: use one of the two")
         self._root().wishes.post_optim_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -75,7 +75,7 @@ class Unit:
         self.members, self.flows = shard_parameters(found, precision)
         self.registration = Registration(self.members)
         self._resources: Resources | None = None
-        self._gathering: list[Pending] = []
+        self.gathering: list[Pending] = []
         self._reducing: list[Pending] = []
         # One a flow: names of its collectives.
         self._calls: list[_Calls] = []
@@ -89,7 +89,7 @@ class Unit:
         made = copy.copy(self)
         memo[id(self)] = made
         made.name, made.index, made._resources, made._engine = "", -1, None, None
-        made._calls, made._gathering, made._reducing, made.module_ids = [], [], [], set()
+        made._calls, made.gathering, made._reducing, made.module_ids = [], [], [], set()
         made.members = [member.copy(memo) for member in self.members]
         made.flows = reflatten(made.members, self.precision)
         for old, new in zip(self.flows, made.flows, strict=True):
@@ -199,7 +199,7 @@ class Unit:
     @property
     def in_flight(self) -> list[Pending]:
         """What was started and is not ended, gathers first."""
-        return self._gathering + self._reducing
+        return self.gathering + self._reducing
 
     @property
     def trainable(self) -> bool:
@@ -229,11 +229,11 @@ class Unit:
             transport = flow.links.secondary if secondary else flow.links.shard
             assert transport is not None
             items, block = flow.buffers.begin_gather(self.resources.pool, transport.shared, calls.gather, secondary)
-            self._gathering.append(start_gather(transport, items, calls.gather, block))
+            self.gathering.append(start_gather(transport, items, calls.gather, block))
 
     def wait_gather(self) -> None:
         """Make the full parameters valid and register them in the modules."""
-        for pending, flow in zip(self._gathering, self.flows, strict=False):
+        for pending, flow in zip(self.gathering, self.flows, strict=False):
             pending.wait()
             flow.buffers.end_gather()
         self.register_full()
@@ -347,10 +347,10 @@ class Unit:
 
     def _finish_gather(self) -> None:
         try:
-            for pending in self._gathering:
+            for pending in self.gathering:
                 pending.finish()
         finally:
-            self._gathering.clear()
+            self.gathering.clear()
 
     def _bind(self, flow: GradientFlow) -> None:
         flow.bind(self._divide_factors(flow)[1], self.wishes.after_reduce, self.policy.reduce_unused)

@@ -38,6 +38,13 @@ def local_range(flat: torch.Tensor, region: Region, size: int, rank: int) -> tor
     return flat.narrow(0, region.shard_offset, region.rank_numel(size, rank))
 
 
+def same_bits(sent: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether `sent` is what `rows`, of any dtype, would be sent as. A NaN equals itself."""
+    now = rows if rows.dtype == sent.dtype else rows.to(sent.dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(sent.element_size())
+    return torch.equal(sent, now) if bits is None else torch.equal(sent.view(bits), now.view(bits))
+
+
 class _Scattered:
     """A parameter sharded on a dim other than 0: the rows of a rank lie in many places of the full parameter.
 
@@ -62,6 +69,11 @@ class _Scattered:
         self._staging = self._rows[0].new_empty(size * chunk)
         self._staging.narrow(0, rank * chunk, own.numel()).copy_(own)
         return GatherItem(self.name, self._staging, chunk, self.region.rows * self.region.row_numel)
+
+    def sent(self, own: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was put among the blocks as this rank's, and its rows."""
+        assert self._staging is not None
+        return self._staging.narrow(0, rank * self.region.chunk_numel, own.numel()), own
 
     def end(self, bucket: torch.Tensor | None) -> None:
         """All blocks are here, or in `bucket` if they were packed, shape [size, packed_numel]."""
@@ -119,6 +131,10 @@ class InPlace:
         """Write this rank's rows: the only pass over bulk data, over 1/N of it; where dtypes differ it is the cast."""
         torch._foreach_copy_(self._targets, self._rows)
         return self._items
+
+    def sent_as_is(self) -> bool:
+        """See `GatherPlan.sent_as_is`."""
+        return all(same_bits(sent, rows) for sent, rows in zip(self._targets, self._rows, strict=True))
 
     def end(self) -> None:
         """Every rank has written its rows where they belong."""
@@ -199,6 +215,16 @@ class GatherPlan:
         self._bucket = self.source.new_empty(size, packed, dtype=self._dtype)
         self._bucket[self._rank].copy_(self.source[:packed])
         return [*items, GatherItem("small parameters", self._bucket.view(-1), packed, size * packed)]
+
+    def sent_as_is(self) -> bool:
+        """Whether this rank's rows still are, bit by bit, what it put into the exchange that is under way."""
+        pairs = list(zip(self._own_chunks, self._own_shards, strict=True))
+        for each in self._scattered:
+            if not each.region.packed:
+                pairs.append(each.sent(local_range(self.source, each.region, self.layout.size, self._rank), self._rank))
+        if self._bucket is not None:
+            pairs.append((self._bucket[self._rank], self.source[: self.layout.packed_numel]))
+        return all(same_bits(sent, rows) for sent, rows in pairs)
 
     def end(self) -> None:
         """The exchange is complete: put the small parameters, and rows that lie in many places, into their places."""

@@ -223,6 +223,13 @@ class FlatBuffers:
             self._gathering = plan if block is None else plan.in_place
             return self._gathering.begin(), block
 
+    def sent_as_is(self) -> bool:
+        """Whether the gather under way carries this rank's rows as they are now."""
+        if self._gathering is None:
+            return self._is_alias
+        with torch.no_grad():
+            return self._gathering.sent_as_is()
+
     def end_gather(self) -> None:
         """The exchange is complete: the full parameters become valid."""
         if self._gathering is not None:

@@ -29,6 +29,7 @@ class Wishes:
         after_reduce: Called with the reduced gradients before they are bound: 1-D, in the dtype of the sum, in place.
         reduce_group: A group of its own for reductions, of the same ranks as the shard group.
         average_ignored: Of a root: average gradients of parameters that no unit has; None warns that they are not.
+        across_steps: Of a root: gather the first units of the next step while the optimizer updates others.
         is_last_backward: Of a root: the end of a backward waits for all reductions.
         post_optim_event: Of a root: what the next forward waits for, once.
         streams: Of a root: streams that it shares with other roots.
@@ -43,6 +44,7 @@ class Wishes:
     after_reduce: Callable[[torch.Tensor], None] | None = None
     reduce_group: dist.ProcessGroup | None = None
     average_ignored: bool | None = None
+    across_steps: bool = False
     is_last_backward: bool = True
     post_optim_event: torch.Event | None = None
     streams: Streams | None = None
