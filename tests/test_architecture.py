@@ -44,7 +44,7 @@ REGISTRY_OF_ENGINES = "torch.distributed._composable.contract"
 # Parts of runtime, lowest first: a part imports only from those before it. Types alone may be imported the other way.
 RUNTIME_ORDER = (
     *("device", "dtensors", "graphs", "names", "policy", "registry", "tree", "inputs"),
-    *("collectives", "params", "unit", "failures", "values", "boundary", "engine", "loop"),
+    *("collectives", "params", "unit", "failures", "values", "boundary", "linker", "engine", "loop"),
     *("build", "hooks", "unshard", "module", "attach", "profile", "api", "whole"),
 )
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
@@ -19,13 +18,13 @@ from fullshard.core.replay import Replay
 from fullshard.core.schedule import Command, Event, EventKind, Scheduler
 from fullshard.errors import CommunicationError, MisuseError
 from fullshard.runtime.boundary import Boundary
-from fullshard.runtime.collectives import Custom, CustomAllReduce, Pending, Transport, make_transport
+from fullshard.runtime.collectives import Pending
 from fullshard.runtime.device import BufferPool, Streams, keep_freed_host_memory, make_streams
 from fullshard.runtime.failures.debug import OrderCheck, wants_debug
 from fullshard.runtime.failures.postmortem import COMMUNICATES, Story
+from fullshard.runtime.linker import Linker
 from fullshard.runtime.params.gradients import warn_dropped
 from fullshard.runtime.params.ignored import IgnoredGradients
-from fullshard.runtime.params.place import Links, Place, Resources
 from fullshard.runtime.unit import Unit
 
 _LOG_COMMANDS = 65536
@@ -79,7 +78,7 @@ class Engine:
         self._broken: CommunicationError | MisuseError | None = None
         # Dies with the graph task that holds it, so that a backward which raised is noticed without a hook.
         self._backward: weakref.ref[Any] | None = None
-        self._linker = _Linker(self.pool, units[0].wishes.streams or make_streams(device))
+        self._linker = Linker(self.pool, units[0].wishes.streams or make_streams(device))
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.start(name, index, self._linker.resources(unit))
         self.set_debug(any(wants_debug(unit) for unit in units))
@@ -136,7 +135,7 @@ class Engine:
 
     def share_streams(self, streams: Streams) -> None:
         """Use the streams of another engine from now on."""
-        self._linker = _Linker(self.pool, streams)
+        self._linker = Linker(self.pool, streams)
         for unit in self.units:
             self.relink(unit)
 
@@ -361,48 +360,3 @@ def _end_gathers(gathering: list[list[Pending]]) -> None:
     for pending in (each for pendings in gathering for each in pendings):
         with suppress(CommunicationError):
             pending.finish()
-
-
-class _Linker:
-    """Makes transports, one per group and kind, shared by the units."""
-
-    def __init__(self, pool: BufferPool, streams: Streams) -> None:
-        self._pool = pool
-        self.streams = streams
-        self._made: dict[tuple[int, str], Transport] = {}
-
-    def resources(self, unit: Unit) -> Resources:
-        # In one order on all ranks: to make a transport may take all of its ranks.
-        places = dict.fromkeys((unit.place, *(flow.place for flow in unit.flows)))
-        return Resources(self._pool, {place: self._link(unit, place) for place in places})
-
-    def _link(self, unit: Unit, place: Place) -> Links:
-        replicate, own = place.replicate_group, place == unit.place
-        averages = replicate is not None and replicate.size() > 1
-        return Links(
-            self._custom(unit, place, place.shard_group),
-            self._custom(unit, place, (unit.wishes.reduce_group if own else None) or place.shard_group),
-            self._between_replicas(unit, place, replicate) if replicate is not None and averages else None,
-            None if place.secondary is None else self._custom(unit, place, place.secondary),
-        )
-
-    def _custom(self, unit: Unit, place: Place, group: dist.ProcessGroup) -> Transport:
-        transport, wishes = self._transport(place, group), unit.wishes
-        if wishes.all_gather is None and wishes.reduce_scatter is None:
-            return transport
-        return Custom(transport, group, place.device, self.streams, (wishes.all_gather, wishes.reduce_scatter))
-
-    def _between_replicas(self, unit: Unit, place: Place, group: dist.ProcessGroup) -> Transport:
-        transport, hook = self._transport(place, group), unit.wishes.all_reduce
-        return transport if hook is None else CustomAllReduce(transport, hook)
-
-    @property
-    def shared_bytes(self) -> int:
-        shared = [made.shared for made in self._made.values() if made.shared is not None]
-        return sum(each.blocks.nbytes // each.neighbours for each in shared)
-
-    def _transport(self, place: Place, group: dist.ProcessGroup) -> Transport:
-        key = (id(group), place.transport)
-        if key not in self._made:
-            self._made[key] = make_transport(place.transport, group, place.device, self._pool, self.streams)
-        return self._made[key]

@@ -219,9 +219,9 @@ class GatherPlan:
     def sent_as_is(self) -> bool:
         """Whether this rank's rows still are, bit by bit, what it put into the exchange that is under way."""
         pairs = list(zip(self._own_chunks, self._own_shards, strict=True))
-        for each in self._scattered:
-            if not each.region.packed:
-                pairs.append(each.sent(local_range(self.source, each.region, self.layout.size, self._rank), self._rank))
+        size, rank = self.layout.size, self._rank
+        alone = [each for each in self._scattered if not each.region.packed]
+        pairs += [each.sent(local_range(self.source, each.region, size, rank), rank) for each in alone]
         if self._bucket is not None:
             pairs.append((self._bucket[self._rank], self.source[: self.layout.packed_numel]))
         return all(same_bits(sent, rows) for sent, rows in pairs)
