@@ -58,6 +58,17 @@ def test_a_process_that_ended_is_noticed_long_before_the_limit(memory: mmap.mmap
             ours.wait([1], 0, WRITTEN, 1, CALL)
 
 
+def test_where_processes_cannot_be_watched_the_time_limit_remains(
+    memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_process: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(PeerTimeoutError):
+        words(memory, 0, os.getpid()).wait([1], 0, WRITTEN, 1, CALL)
+
+
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 12_849_152, 1 << 30])
 def test_sizes_are_rounded_by_an_eighth_at_most_or_to_pages(nbytes: int) -> None:
     assert nbytes <= rounded(nbytes) <= max(nbytes * 9 / 8, nbytes + mmap.PAGESIZE)

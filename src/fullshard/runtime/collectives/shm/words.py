@@ -27,6 +27,8 @@ _EVERYBODY = 2**31 - 1
 # more ranks than cores a rank that looks keeps the one from working that it waits for.
 _LOOKS = 200
 _NAP_SECONDS = 0.05
+# In the place of the file descriptor of a process.
+_ENDED, _UNKNOWN = -1, -2
 
 
 class _TimeSpec(ctypes.Structure):
@@ -54,7 +56,8 @@ class Words:
         self._nap = ctypes.pointer(_TimeSpec(0, int(_NAP_SECONDS * 1e9)))
         self._looks = _LOOKS if self.size <= len(os.sched_getaffinity(0)) else 1
         self._processes = [
-            -1 if place == self.place else _descriptor_of(process) for place, process in enumerate(neighbours.processes)
+            _UNKNOWN if place == self.place else _descriptor_of(process)
+            for place, process in enumerate(neighbours.processes)
         ]
 
     def __del__(self) -> None:
@@ -124,7 +127,7 @@ class Words:
     def _has_ended(self, place: int) -> bool:
         descriptor = self._processes[place]
         if descriptor < 0:
-            return True
+            return descriptor == _ENDED
         waiting = select.poll()
         waiting.register(descriptor, select.POLLIN)
         return bool(waiting.poll(0))
@@ -134,8 +137,10 @@ class Words:
 
 
 def _descriptor_of(process: int) -> int:
-    """A file descriptor of another process, which tells when it ends; -1 if it has ended."""
+    """A file descriptor of another process, which tells when it ends; or why there is none."""
     try:
         return os.pidfd_open(process)
-    except OSError:
-        return -1
+    except ProcessLookupError:
+        return _ENDED
+    except OSError:  # an old kernel, or a container that forbids it: the time limit remains
+        return _UNKNOWN
