@@ -1,4 +1,4 @@
-"""What an accelerator is given by fullshard and FSDP2: copies, allocations, host time; and two ranks on it, for numbers.
+"""What an accelerator gets from fullshard and FSDP2: copies, allocations, host time; and two ranks on it, for numbers.
 
     python benchmarks/accelerator.py --device cuda
 
