@@ -60,7 +60,7 @@ def check_arguments(rank: int) -> None:
         fully_shard([outer := nn.Sequential(linear), outer[0]])
     with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got str"):
         fully_shard(linear, mesh="cpu")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="transport must be one of auto, direct, torch, got 'nvlink'"):
+    with pytest.raises(ValueError, match="transport must be one of auto, shm, direct, torch, got 'nvlink'"):
         fully_shard(linear, transport="nvlink")
     with pytest.raises(ValueError, match=r"reshard_after_forward=3 must be a divisor .* 4: one of \[1, 2, 4\]"):
         fully_shard(linear, reshard_after_forward=3)
@@ -452,15 +452,19 @@ def test_rank_that_does_not_take_part(cluster: Cluster) -> None:
     assert "gather of unit 'blocks.0': rank 0 waited for rank(s) [1]" in outcomes[0].details
 
 
-def check_skipping_rank(rank: int) -> None:
-    model = make_stack()
+def check_skipping_rank(rank: int, transport: str) -> None:
+    model = make_stack(transport=transport)
     model(batch(rank)).sum().backward()
     if rank == 1:
         model.order = [0, 1, 3]
     model(batch(rank)).sum().backward()
 
 
-def test_rank_that_skips_a_module(cluster: Cluster) -> None:
-    """B27, B28: units are told apart on the wire, so that a wrong order cannot mix up their rows."""
-    outcomes = cluster.run_outcomes(check_skipping_rank, group_timeout=3.0)
-    assert any("blocks." in outcome.details and "waited for rank(s)" in outcome.details for outcome in outcomes)
+@pytest.mark.parametrize(
+    ("transport", "message"), [("direct", "waited for rank(s)"), ("shm", "is at another command than rank")]
+)
+def test_rank_that_skips_a_module(cluster: Cluster, transport: str, message: str) -> None:
+    """B27, B28: units are told apart, so that a wrong order cannot mix up their rows."""
+    outcomes = cluster.run_outcomes(check_skipping_rank, transport, group_timeout=3.0)
+    assert all(outcome.kind == "error" for outcome in outcomes)
+    assert any("blocks." in outcome.details and message in outcome.details for outcome in outcomes)

@@ -240,6 +240,7 @@ class Shared:
         column: Between the ranks of this rank's column; None on one host.
 
     Attributes:
+        limit: Time limit of waits.
         blocks: The memory. A full buffer that shall be gathered must be in one of its blocks.
         place: This rank's position on its host.
         neighbours: How many ranks the host has.
@@ -251,6 +252,7 @@ class Shared:
         self.shared = self
         self.rank = group.rank()
         self.size = group.size()
+        self.limit = messages.limit
         self.column = column
         self.place = neighbours.place
         self.neighbours = len(neighbours.ranks)
