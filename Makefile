@@ -25,11 +25,13 @@ check: $(DEV_STAMP)
 
 dev: $(DEV_STAMP)
 
+# One workload with every engine, and the cost of Python. Peers get an environment of their own, which pip fills on first use.
 bench: $(RUN_STAMP)
-	$(BIN)/python benchmarks/step_time.py --workload a,b
+	PIP_OPTIONS="$(PIP_OPTIONS)" $(BIN)/python benchmarks/step_time.py --workload a --rounds 5 --steps 4
+	$(BIN)/python benchmarks/host_time.py
 
 clean:
-	rm -rf $(VENV) build runs .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) benchmarks/.peers build runs .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

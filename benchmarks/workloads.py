@@ -94,9 +94,14 @@ def _numel(module: nn.Module) -> int:
 def ideal_peak_bytes(workload: Workload, activation_bytes: int) -> int:
     """The least a rank can peak at with ZeRO-3 and one unit gathered ahead.
 
-    Parameter, gradient and the two moments of AdamW in float32, 1/N of each; two blocks' parameters and one block's
-    gradients in the dtype of computation; and the activations, which are measured: what the plain model's forward adds.
+    Parameter and the two moments of AdamW in float32, 1/N of each; two blocks' parameters and one block's gradients in
+    the dtype of computation; and activations, which are measured: what the plain model's forward adds. 1/N of the
+    gradients comes as the activations go, so the larger of the two counts, but both where earlier microbatches have
+    left gradients.
     """
     count = sizes(workload)
-    states = 16 * count.all // workload.world_size
-    return states + 3 * count.block * workload.dtype.itemsize + activation_bytes
+    states, gradients = (nbytes * count.all // workload.world_size for nbytes in (12, 4))
+    units = 3 * count.block * workload.dtype.itemsize
+    if workload.microbatches > 1:
+        return states + units + gradients + activation_bytes
+    return states + units + max(gradients, activation_bytes)
