@@ -1,0 +1,52 @@
+"""The benchmarks' own arithmetic and names; that they run is seen by running them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def load_one(name: str) -> ModuleType:
+        monkeypatch.syspath_prepend(str(FOLDER))
+        return importlib.import_module(name)
+
+    return load_one
+
+
+def test_workloads_and_reaches_name_engines_that_exist(load: Any) -> None:
+    engines, workloads, report = (load(name) for name in ("engines", "workloads", "report"))
+    for workload in workloads.WORKLOADS.values():
+        assert set(workload.engines) <= set(engines.ENGINES)
+    for reach in report.REACHES:
+        assert set(reach.workloads.split()) <= set(workloads.WORKLOADS)
+        assert set(reach.engines) <= set(engines.ENGINES)
+
+
+def test_ideal_peak_by_hand(load: Any) -> None:
+    """Width 64, hidden 128: a block has 4 x 64 x 64 + 3 x 64 x 128 + 2 x 64 parameters, the rest 2 x 256 x 64 + 64."""
+    workloads = load("workloads")
+    block = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    whole = 2 * block + 2 * 256 * 64 + 64
+    tiny = workloads.WORKLOADS["tiny"]
+    assert workloads.ideal_peak_bytes(tiny, 0) == (12 + 4) * whole // 2 + 12 * block
+    assert workloads.ideal_peak_bytes(tiny, 10**9) == 12 * whole // 2 + 12 * block + 10**9
+
+
+def test_reaches_are_met_or_missed(load: Any) -> None:
+    report = load("report")
+    values = {"seconds": 1, "time_over_fsdp2": {"median": 0.5}, "memory": {"peak_bytes": 90}}
+    reference = {"seconds": 1, "time_over_fsdp2": {"median": 1.0}, "memory": {"peak_bytes": 100}}
+    found = {"fullshard-direct": values, "fsdp2": reference, "fullshard-shm": {"missing": "no"}}
+    result = {"workload": {"name": "a"}, "engines": found, "ideal": {"peak_bytes": 80}}
+    lines = report._reach_lines(result, {name: found[name] for name in ("fullshard-direct", "fsdp2")})
+    assert "reach: fullshard-direct time_over_fsdp2 at most 0.55: 0.500, met" in lines
+    assert "reach: fullshard-direct peak_over_ideal at most 1.05: 1.125, MISSED" in lines
+    assert "reach: fullshard-shm time_over_fsdp2 at most 0.40: not measured" in lines
