@@ -1,9 +1,10 @@
 """What an engine costs in Python: host time a block of many tiny blocks, in a world whose messages cost nothing.
 
-The process group is torch's fake one, of 8 ranks: collectives return at once, so what is left beside the computation of
-a 16 x 16 layer is hooks, scheduling and bookkeeping. Each engine runs in a process of its own, in turns.
+The process group is torch's fake one: collectives return at once, so what is left beside the computation of a 16 x 16
+layer is hooks, scheduling and bookkeeping. Each engine runs in a process of its own, in turns. Ratios are those of what
+comes on top of the plain model, per round.
 
-    python benchmarks/host_time.py --rounds 5
+    python benchmarks/host_time.py --rounds 5 --world-size 8
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from _common import RESULTS_FOLDER, Spread, machine_info, save_result, table
 
-WORLD_SIZE = 8
 BLOCKS = 32
 WIDTH = 16
 WARM_UP_STEPS = 5
@@ -44,27 +44,36 @@ def shard_function(engine: str) -> Callable[..., Any] | None:
     return None
 
 
-def make_model(engine: str) -> nn.Module:
-    """Blocks under a root, each a unit of its own."""
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
+def make_model(blocks: int) -> nn.Sequential:
+    """Blocks under a root."""
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(blocks)])
+
+
+def shard(model: nn.Sequential, engine: str, world_size: int) -> None:
+    """Make every block, and the root, a unit of its own."""
     fully_shard = shard_function(engine)
     if fully_shard is not None:
-        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        mesh = init_device_mesh("cpu", (world_size,))
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return model
 
 
-def measure(engine: str, steps: int) -> dict[str, list[float]]:
-    """Milliseconds a block of each step's forward and backward."""
+def join_fake_world(world_size: int) -> None:
+    """Make this process rank 0 of a world in which messages cost nothing."""
     # Its module is private to torch's own tests and imports much; only the child processes need it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
-    model, inputs = make_model(engine), torch.randn(2, WIDTH)
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def measure(engine: str, steps: int, world_size: int) -> dict[str, list[float]]:
+    """Milliseconds a block of each step's forward and backward."""
+    join_fake_world(world_size)
+    model, inputs = make_model(BLOCKS), torch.randn(2, WIDTH)
+    shard(model, engine, world_size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
     for step in range(WARM_UP_STEPS + steps):
         started = time.perf_counter()
@@ -80,18 +89,27 @@ def measure(engine: str, steps: int) -> dict[str, list[float]]:
     return found
 
 
-def run_rounds(engines: list[str], rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+def run_rounds(engines: list[str], rounds: int, steps: int, world_size: int) -> dict[str, dict[str, list[float]]]:
     """Every engine in turn, a new process each time, so that no engine has the warmer machine."""
     found: dict[str, dict[str, list[float]]] = {engine: {"forward": [], "backward": []} for engine in engines}
     for number in range(rounds):
         turn = number % len(engines)
         for engine in engines[turn:] + engines[:turn]:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                milliseconds = pool.apply(measure, (engine, steps))
+                milliseconds = pool.apply(measure, (engine, steps, world_size))
             for stage, values in milliseconds.items():
                 found[engine][stage].append(statistics.median(values))
         print(f"  round {number + 1} of {rounds} done", flush=True)
     return found
+
+
+def ratios(found: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
+    """Time above the plain model / that of FSDP2: spread over rounds, by stage; empty if one of them did not run."""
+    if not set(ENGINES) <= set(found):
+        return {}
+    plain, fsdp2, ours = (found[engine] for engine in ENGINES)
+    turns = {stage: zip(plain[stage], fsdp2[stage], ours[stage], strict=True) for stage in plain}
+    return {stage: asdict(Spread.of([(c - a) / (b - a) for a, b, c in each])) for stage, each in turns.items()}
 
 
 def main() -> None:
@@ -100,26 +118,31 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=5, help="how often each engine has its turn")
     parser.add_argument("--steps", type=int, default=30, help="measured steps a turn")
+    parser.add_argument("--world-size", type=int, default=8, help="ranks of the fake process group")
     parser.add_argument("--out", type=Path, default=RESULTS_FOLDER, help="folder for the JSON file")
     arguments = parser.parse_args()
-    found = run_rounds(arguments.engines.split(","), arguments.rounds, arguments.steps)
+    found = run_rounds(arguments.engines.split(","), arguments.rounds, arguments.steps, arguments.world_size)
     spreads = {
         engine: {k: asdict(Spread.of(values)) for k, values in stages.items()} for engine, stages in found.items()
     }
     result = {
         "machine": machine_info(),
         "blocks": BLOCKS,
-        "world_size": WORLD_SIZE,
+        "world_size": arguments.world_size,
         "steps": arguments.steps,
         "rounds": arguments.rounds,
         "round_milliseconds_per_block": found,
         "milliseconds_per_block": spreads,
+        "above_plain_of_fsdp2": ratios(found),
     }
     rows = [
         [engine, *(f"{stages[k]['median']:.3f}" for k in ("forward", "backward"))] for engine, stages in spreads.items()
     ]
     print(result["machine"])
     print(table(["engine", "forward ms/block", "backward ms/block"], rows))
+    for stage, spread in result["above_plain_of_fsdp2"].items():
+        middle = f"middle half {spread['low']:.2f}-{spread['high']:.2f}"
+        print(f"{stage}: time above the plain model / FSDP2's {spread['median']:.2f}, {middle}")
     print(f"saved {save_result('host_time', result, arguments.out)}")
 
 

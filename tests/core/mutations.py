@@ -56,7 +56,7 @@ LAYOUT = [
     Mutation(
         "the full buffer has no room for the padding of the last chunk",
         "layout",
-        "full_offset += align(region.chunk_numel * size, itemsize)",
+        "full_offset += align(chunk_numel * size, itemsize)",
         "full_offset += align(spec.numel, itemsize)",
         "test_regions_overlap_in_no_buffer",
     ),
@@ -91,15 +91,15 @@ LAYOUT = [
     Mutation(
         "frozen small parameters stand after trainable large ones",
         "layout",
-        "(not packed(specs[i]), not specs[i].trainable, i)",
-        "(not specs[i].trainable, not packed(specs[i]), i)",
+        "(not is_packed[i], not specs[i].trainable, i)",
+        "(not specs[i].trainable, not is_packed[i], i)",
         "test_packed_regions_are_a_prefix",
     ),
     Mutation(
         "frozen parameters stand between trainable ones",
         "layout",
-        "(not packed(specs[i]), not specs[i].trainable, i)",
-        "(not packed(specs[i]), i)",
+        "(not is_packed[i], not specs[i].trainable, i)",
+        "(not is_packed[i], i)",
         "test_trainable_regions_stand_before_frozen_ones",
     ),
     Mutation(

@@ -182,6 +182,8 @@ def documented() -> dict[str, tuple[float, ...]]:
 class Counted:
     """A transport that adds up the bytes which pass between this rank and others."""
 
+    shared = None  # full buffers are this rank's own, as without shared memory
+
     def __init__(self, base: Any, bytes_by_kind: Counter[str]) -> None:
         self.rank, self.size = base.rank, base.size
         self._base, self._bytes = base, bytes_by_kind

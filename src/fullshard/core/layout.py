@@ -149,16 +149,18 @@ def plan_layout(specs: Sequence[ParamSpec], size: int, pack_below_bytes: int = P
         # Other parameters cannot be padded inside without moving rows between ranks, so unaligned chunks are packed.
         return spec.replicated or chunk_bytes < pack_below_bytes or chunk_bytes % ALIGN_BYTES != 0
 
-    order = sorted(range(len(specs)), key=lambda i: (not packed(specs[i]), not specs[i].trainable, i))
+    is_packed = [packed(spec) for spec in specs]
+    order = sorted(range(len(specs)), key=lambda i: (not is_packed[i], not specs[i].trainable, i))
     regions: list[Region] = []
     shard_offset = full_offset = packed_numel = 0
     for i in order:
         spec = specs[i]
         chunk = 1 if spec.replicated else chunk_rows(spec.rows, size)
-        region = Region(i, spec.rows, spec.row_numel, chunk, shard_offset, full_offset, packed(spec), spec.replicated)
-        regions.append(region)
-        shard_offset += align(region.chunk_numel, itemsize)
-        full_offset += align(region.chunk_numel * size, itemsize)
-        if region.packed:
+        row_numel = spec.row_numel
+        chunk_numel = chunk * row_numel
+        regions.append(Region(i, spec.rows, row_numel, chunk, shard_offset, full_offset, is_packed[i], spec.replicated))
+        shard_offset += align(chunk_numel, itemsize)
+        full_offset += align(chunk_numel * size, itemsize)
+        if is_packed[i]:
             packed_numel = shard_offset
     return FlatLayout(size, itemsize, tuple(regions), packed_numel, shard_offset, full_offset)

@@ -50,7 +50,7 @@ class ParamSpec:
     @property
     def row_numel(self) -> int:
         """Elements in one row."""
-        return prod(size for dim, size in enumerate(self.shape) if dim != self.shard_dim)
+        return prod(self.shape[: self.shard_dim]) * prod(self.shape[self.shard_dim + 1 :])
 
     @property
     def numel(self) -> int:

@@ -84,7 +84,8 @@ class Engine:
         self.set_debug(any(wants_debug(unit) for unit in units))
         self._settle_memory()
         for unit in units:
-            self.resolve_prefetch(unit)
+            if unit.wishes.prefetch:
+                self.resolve_prefetch(unit)
         # Not when the interpreter ends: then other ranks end, too, and need not be waited for.
         weakref.finalize(self, _end_gathers, [unit.gathering for unit in units]).atexit = False
 

@@ -204,7 +204,7 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """Whether any parameter requires gradients now."""
-        return any(member.sharded.requires_grad for member in self.members)
+        return True in [flow.is_trainable for flow in self.flows]
 
     @property
     def has_gradients_to_reduce(self) -> bool:
@@ -281,7 +281,7 @@ class Unit:
     def reduce(self) -> None:
         """Start to sum the gradients over the shard axis."""
         for flow, calls in zip(self.flows, self._calls, strict=True):
-            items = flow.begin(self._divide_factors(flow)[0])
+            items = flow.begin(self._divide_factors(flow))
             if items:
                 self._reducing.append(flow.links.reduce.reduce(items, calls.reduce))
 
@@ -353,7 +353,7 @@ class Unit:
             self.gathering.clear()
 
     def _bind(self, flow: GradientFlow) -> None:
-        flow.bind(self._divide_factors(flow)[1], self.wishes.after_reduce, self.policy.reduce_unused)
+        flow.bind(self.wishes.after_reduce, self.policy.reduce_unused)
 
     def _divide_factors(self, flow: GradientFlow) -> tuple[float, float]:
         small = torch.float16 in [each.sum_dtype for each in self.flows]

@@ -24,7 +24,7 @@ from fullshard.runtime.collectives.base import (
 from fullshard.runtime.collectives.custom import AllGather, Custom, CustomAllReduce, ReduceScatter, check_comm
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
-from fullshard.runtime.collectives.once import broadcast_from_first, exchange, exchange_flags
+from fullshard.runtime.collectives.once import broadcast_from_first, exchange, exchange_flags, is_same
 from fullshard.runtime.collectives.postbox import exchange_posts, post
 from fullshard.runtime.collectives.shm import Block, Neighbours, Shared, column_of, meet
 from fullshard.runtime.device import BufferPool, Streams
@@ -136,8 +136,11 @@ def separate_group(name: str, group: dist.ProcessGroup, device: torch.device) ->
 def check_agreement(description: list[str], group: dist.ProcessGroup, remark: _Remark) -> list[_Remark]:
     """Compare a description of the model, one line an item, over the ranks of `group`.
 
+    All of it, from every rank to every other, is more than the model itself where units and ranks are many. So it is
+    exchanged only if it differs.
+
     Returns:
-        What every rank remarked, in the order of the group; it travels in the same exchange.
+        What every rank remarked, in the order of the group; a single remark if all are the same.
 
     Raises:
         CommunicationError: A rank has nothing to compare within the time limit.
@@ -145,7 +148,10 @@ def check_agreement(description: list[str], group: dist.ProcessGroup, remark: _R
     """
     if group.size() == 1:
         return [remark]
-    gathered = exchange((description, remark), group, "comparison of the model")
+    what = "comparison of the model"
+    if is_same((description, remark), group, what):
+        return [remark]
+    gathered = exchange((description, remark), group, what)
     ranks = dist.get_process_group_ranks(group)
     for rank, (theirs_all, _) in zip(ranks, gathered, strict=True):
         found = first_difference(gathered[0][0], theirs_all)

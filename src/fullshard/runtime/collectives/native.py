@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from fullshard.runtime.collectives.base import Call, GatherItem, Pending, ReduceItem, time_limit, translate
@@ -81,11 +82,13 @@ class Native:
         self.size = group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
         self.streams = streams
-        self._group = group
+        self._group: Any = group
         self._device = device
         self.limit = time_limit(group._get_backend(device))
         # Gloo refuses to coalesce.
         self._coalesces = not isinstance(streams, HostStreams)
+        self._gather_options, self._reduce_options = AllgatherOptions(), ReduceScatterOptions()
+        self._gather_options.asyncOp = self._reduce_options.asyncOp = True
 
     def gather(self, items: list[GatherItem], call: Call) -> Pending:
         """See `Transport.gather`."""
@@ -96,20 +99,18 @@ class Native:
 
     def _gathers(self, started: Started, items: list[GatherItem]) -> None:
         for item in items:
-            own = item.own(self.rank)
-            work = dist.all_gather_single(item.whole, own, self._group, async_op=True)
-            started.works.append((item.label, work))
+            started.works.append((item.label, self._all_gather(item.whole, item.own(self.rank))))
 
     def reduce(self, items: list[ReduceItem], call: Call) -> Pending:
         """See `Transport.reduce`. The order of summation is the backend's."""
         outs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs = [(item.label, self._padded(item), self._result(item, outs)) for item in items]
 
         def copy_out() -> None:
             for out, received in outs:
                 out.copy_(received[: out.numel()])
 
-        started = Started(self, call, copy_out)
-        pairs = [(item.label, self._padded(item), self._result(item, outs)) for item in items]
+        started = Started(self, call, copy_out if outs else None)
         for _, source, result in pairs:
             started.keep += (source, result)
         self._launch(REDUCE, started, self._reductions, pairs)
@@ -117,8 +118,20 @@ class Native:
 
     def _reductions(self, started: Started, pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         for label, source, result in pairs:
-            work = dist.reduce_scatter_single(result, source, group=self._group, async_op=True)
-            started.works.append((label, work))
+            started.works.append((label, self._reduce_scatter(result, source)))
+
+    # The function of torch collects what is coalesced, and knows complex numbers. Where neither matters the method of
+    # the group that it ends in does, without a layer that logs and checks.
+
+    def _all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
+        if self._coalesces or whole.is_complex():
+            return dist.all_gather_single(whole, own, self._group, async_op=True)
+        return self._group.all_gather_single(whole, own, self._gather_options)
+
+    def _reduce_scatter(self, result: torch.Tensor, source: torch.Tensor) -> Any:
+        if self._coalesces or source.is_complex():
+            return dist.reduce_scatter_single(result, source, group=self._group, async_op=True)
+        return self._group.reduce_scatter_single(result, source, self._reduce_options)
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
         """See `Transport.all_reduce`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Sequence
 from typing import TypeVar
@@ -37,6 +38,18 @@ def exchange(value: _Value, group: dist.ProcessGroup, what: str = "exchange") ->
     padded[: data.numel()].copy_(data)
     rows = _gather(padded, group, what).view(len(sizes), -1).cpu().numpy()
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def is_same(value: object, group: dist.ProcessGroup, what: str) -> bool:
+    """Whether what `value` shows as is the same on every rank; every rank gets the same answer. One small collective.
+
+    Raises:
+        CommunicationError: A rank did not take part within the time limit.
+    """
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_get_object_coll_device(group))
+    rows = _gather(own, group, what).view(group.size(), -1)
+    return bool((rows == rows[0]).all())
 
 
 def exchange_flags(flags: Sequence[bool], group: dist.ProcessGroup, what: str) -> list[list[bool]]:

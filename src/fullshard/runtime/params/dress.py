@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,8 +73,10 @@ class Dress:
             like: The parameter as the user made it.
             nothing: Empty plain tensor of its dtype and device, see `sharded_like`.
         """
-        dtensor = wrap(nothing, self.mesh, self.placements, self.shape, self.stride)
-        parameter = nn.Parameter(dtensor, requires_grad=like.requires_grad)
+        made: Any = wrap(nothing, self.mesh, self.placements, self.shape, self.stride)
+        # What `nn.Parameter(dtensor)` makes of it, without the alias that it takes first, a dispatched operation.
+        made.requires_grad_(like.requires_grad)._is_param = True
+        parameter: nn.Parameter = made
         set_local(parameter, local)
         if not self.extends:
             # What the user wrote on the parameter (a learning-rate scale, a quantization state) stays with it.

@@ -92,6 +92,37 @@ class _Scattered:
         self._staging = None
 
 
+class _Bucket:
+    """Small parameters on their way, shape [size, packed_numel]: one message. It begins with memory, to make views of.
+
+    Its memory comes with a gather and goes with the full buffer: until then this rank's rows may still be on the wire.
+
+    Args:
+        layout: Whose chunks the ranks of the gathering group hold.
+        rank: This rank in that group.
+        source: Flat shard with that layout.
+        dtype: Of the full buffer.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int, source: torch.Tensor, dtype: torch.dtype) -> None:
+        size, numel = layout.size, layout.packed_numel
+        self._storage = torch.UntypedStorage(size * numel * dtype.itemsize, device=source.device)
+        self._nbytes = self._storage.nbytes()
+        self.rows = torch.empty(0, dtype=dtype, device=source.device)
+        self.rows.set_(self._storage, 0, (size, numel), (numel, 1))
+        self.own = self.rows[rank]
+        self.own_shard = source.narrow(0, 0, numel)
+        self.item = GatherItem("small parameters", self.rows.view(-1), numel, size * numel)
+
+    def fill(self) -> None:
+        """Put memory under it."""
+        self._storage.resize_(self._nbytes)
+
+    def drain(self) -> None:
+        """Take the memory away."""
+        self._storage.resize_(0)
+
+
 class InPlace:
     """What a gather into a block needs, made once: every rank writes its rows where all ranks of its host read them.
 
@@ -171,23 +202,29 @@ class GatherPlan:
         self._own_chunks: list[torch.Tensor] = []  # this rank's rows of large parameters, in the full buffer
         self._own_shards: list[torch.Tensor] = []  # the same rows, in the flat shard
         self._items: list[GatherItem] = []
-        self._packed: list[Region] = []
-        self._unpacked: list[torch.Tensor] = []  # those in the full buffer, [size, chunk_numel] each
+        self._bucket = _Bucket(layout, rank, source, self._dtype) if layout.packed_numel else None
+        self._packed: list[torch.Tensor] = []  # small parameters in the bucket, [size, chunk_numel] each
+        self._unpacked: list[torch.Tensor] = []  # the same in the full buffer
         self._scattered: list[_Scattered] = []
-        self._bucket: torch.Tensor | None = None  # [size, packed_numel], alive during a gather
         for region in layout.regions:
             spec = specs[region.index]
             place = places[region.index].narrow(0, 0, region.chunk_numel * layout.size)
             if spec.shard_dim:
                 self._scattered.append(_Scattered(region, spec, place.narrow(0, 0, spec.numel)))
             elif region.packed:
-                self._packed.append(region)
-                self._unpacked.append(place.view(layout.size, region.chunk_numel))
+                if self._bucket is not None:  # there are elements at all
+                    self._packed.append(self._bucket.rows.narrow(1, region.shard_offset, region.chunk_numel))
+                    self._unpacked.append(place.view(layout.size, region.chunk_numel))
             else:
                 own = local_range(source, region, layout.size, rank)
                 self._own_shards.append(own)
                 self._own_chunks.append(place.narrow(0, rank * region.chunk_numel, own.numel()))
                 self._items.append(GatherItem(spec.name, place, region.chunk_numel, spec.numel))
+        if self._bucket is not None:
+            self._own_chunks.append(self._bucket.own)
+            self._own_shards.append(self._bucket.own_shard)
+            self._items.append(self._bucket.item)
+            self._bucket.drain()
 
     @property
     def is_scattered(self) -> bool:
@@ -201,20 +238,17 @@ class GatherPlan:
 
     def begin(self) -> list[GatherItem]:
         """Put this rank's rows into the full buffer, which holds memory; returns what has to be exchanged."""
+        if self._bucket is not None:
+            self._bucket.fill()
         if self._own_chunks:
             # The only bulk pass, over 1/N of the parameters; where dtypes differ it is the cast.
             torch._foreach_copy_(self._own_chunks, self._own_shards)
-        size, items = self.layout.size, self._items
-        for each in self._scattered:
-            if not each.region.packed:
-                own = local_range(self.source, each.region, size, self._rank)
-                items = [*items, each.begin(own, self._rank, size)]
-        packed = self.layout.packed_numel
-        if not packed:
-            return items
-        self._bucket = self.source.new_empty(size, packed, dtype=self._dtype)
-        self._bucket[self._rank].copy_(self.source[:packed])
-        return [*items, GatherItem("small parameters", self._bucket.view(-1), packed, size * packed)]
+        staged = [each for each in self._scattered if not each.region.packed]
+        if not staged:
+            return self._items
+        size = self.layout.size
+        own = [local_range(self.source, each.region, size, self._rank) for each in staged]
+        return [each.begin(rows, self._rank, size) for each, rows in zip(staged, own, strict=True)] + self._items
 
     def sent_as_is(self) -> bool:
         """Whether this rank's rows still are, bit by bit, what it put into the exchange that is under way."""
@@ -222,22 +256,18 @@ class GatherPlan:
         size, rank = self.layout.size, self._rank
         alone = [each for each in self._scattered if not each.region.packed]
         pairs += [each.sent(local_range(self.source, each.region, size, rank), rank) for each in alone]
-        if self._bucket is not None:
-            pairs.append((self._bucket[self._rank], self.source[: self.layout.packed_numel]))
         return all(same_bits(sent, rows) for sent, rows in pairs)
 
     def end(self) -> None:
         """The exchange is complete: put the small parameters, and rows that lie in many places, into their places."""
-        bucket = self._bucket
-        if bucket is not None and self._packed:
-            sources = [bucket.narrow(1, region.shard_offset, region.chunk_numel) for region in self._packed]
-            torch._foreach_copy_(self._unpacked, sources)
+        if self._packed:
+            torch._foreach_copy_(self._unpacked, self._packed)
         for each in self._scattered:
-            each.end(bucket)
-        self._bucket = None
+            each.end(None if self._bucket is None else self._bucket.rows)
 
     def drop(self) -> None:
-        """The exchange was given up."""
-        self._bucket = None
+        """What was exchanged is used no more, or was given up."""
+        if self._bucket is not None:
+            self._bucket.drain()
         for each in self._scattered:
             each.drop()

@@ -16,8 +16,8 @@ from fullshard.runtime.collectives import ReduceItem, sum_scalars
 from fullshard.runtime.dtensors import local_of, sharded_like
 from fullshard.runtime.params.extensions import Buffers
 from fullshard.runtime.params.gathers import in_rank_order
-from fullshard.runtime.params.packed import Plan, make_plan, packed_message
 from fullshard.runtime.params.place import Links, Place
+from fullshard.runtime.params.reduction import PackedMessage, Plan, Sum, make_plan
 
 # Read of every parameter several times a step.
 _VERSION = attrgetter("_version")
@@ -25,23 +25,18 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
-class _Sum:
-    """A sum over the shard axis, under way or done.
+class _Backward:
+    """What a backward has done to the gradients of a flow.
 
     Attributes:
-        plan: By which it was begun; flags may change before it is complete.
-        flat: Shape [gradient_numel + room + one usage count per parameter], in the dtype of the sum.
-        message: What the packed message brings: this rank's small gradients, room, the usage counts. It is `flat`
-            itself if all gradients are small.
-        complete: Every parameter had a gradient here, so the counts need not be read (reading stalls an accelerator).
-        sources: Tensors on the wire, kept until they have left.
+        began: It has begun a reduction.
+        bound: It has bound gradients.
+        added: It has added to gradients of an earlier one.
     """
 
-    plan: Plan
-    flat: torch.Tensor
-    message: torch.Tensor
-    complete: bool
-    sources: list[torch.Tensor]
+    began: bool = False
+    bound: bool = False
+    added: bool = False
 
 
 class GradientFlow:
@@ -65,20 +60,24 @@ class GradientFlow:
         self.sum_dtype = sum_dtype
         self._held: dict[int, torch.Tensor] = {}  # full gradients that wait for a synchronizing backward
         self._holding = False  # `hold` was called since the last reduction, on every rank alike
-        self._sum: _Sum | None = None
-        self._partial: _Sum | None = None  # sum over the shard axis that replicas have not been added to
+        self._sum: Sum | None = None
+        self._partial: Sum | None = None  # sum over the shard axis that replicas have not been added to
         self._plan = self._plan_for(tuple(map(_REQUIRES_GRAD, sharded)))
         self._nothing = buffers.shard.new_empty(0)
         self._locals = [local_of(parameter) for parameter in sharded]
         self._gathered_versions: list[int] = []
-        self.began = False  # this backward has begun a reduction
-        self._touched = False  # this backward has bound gradients
-        self._added = False  # this backward has added to gradients of an earlier one
+        self._packed: PackedMessage | None = None
+        self._backward = _Backward()
 
     @property
     def place(self) -> Place:
         """The ranks."""
         return self.buffers.place
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter requires gradients now."""
+        return any(map(_REQUIRES_GRAD, self.sharded))
 
     def is_intact(self) -> bool:
         """Whether the sharded parameters still have the local tensors that view the flat shard."""
@@ -111,6 +110,11 @@ class GradientFlow:
     def _plan_for(self, trainable: tuple[bool, ...]) -> Plan:
         return make_plan(self.buffers.layout, self.buffers.world.rank, trainable, self.sum_dtype.itemsize)
 
+    @property
+    def began(self) -> bool:
+        """Whether this backward has begun a reduction."""
+        return self._backward.began
+
     def has_full(self) -> bool:
         """Whether full gradients wait to be reduced."""
         return bool(self._held) or any(full.grad is not None for full in self.buffers.full)
@@ -136,24 +140,29 @@ class GradientFlow:
             else:
                 self._held[i] = gradient.to(self.sum_dtype)
 
-    def begin(self, divide_before: float) -> list[ReduceItem]:
-        """Take the full gradients and return what has to be summed over the shard axis."""
-        self.began = True
-        plan = self.plan()
+    def begin(self, divide: tuple[float, float]) -> list[ReduceItem]:
+        """Take the full gradients and return what has to be summed over the shard axis.
+
+        Args:
+            divide: By what to divide before and after the sum, which makes it the mean.
+        """
+        self._backward.began = True
+        plan, (before, after) = self.plan(), divide
         if not plan.numel:
             return []
         dtype = self._wire_dtype()
         taken = [self._take(i, dtype) if on else None for i, on in enumerate(plan.trainable)]
-        if divide_before != 1.0:
-            taken = [None if g is None else g / divide_before for g in taken]
+        if before != 1.0:
+            taken = [None if gradient is None else gradient / before for gradient in taken]
         shard = self.buffers.shard
         received = shard.new_empty(plan.width, dtype=self.sum_dtype)
         flat = shard.new_empty(plan.numel + len(taken), dtype=self.sum_dtype) if plan.large else received
         items = [self._large_item(region, taken[region.index], flat) for region in plan.large]
-        message = packed_message(plan, taken, self.buffers.layout.size, shard, self.sum_dtype)
-        items.append(ReduceItem("small parameters", message.view(-1), plan.width, received))
-        complete = all(g is not None for g, on in zip(taken, plan.trainable, strict=True) if on)
-        self._sum = _Sum(plan, flat, received, complete, [item.source for item in items])
+        if self._packed is None or self._packed.plan is not plan:
+            self._packed = PackedMessage(plan, self.buffers.layout.size, shard.device, self.sum_dtype)
+        items.append(ReduceItem("small parameters", self._packed.fill(taken), plan.width, received))
+        complete = [gradient is None for gradient in taken] == [not on for on in plan.trainable]
+        self._sum = Sum(plan, flat, received, after, complete, [item.source for item in items])
         self._holding = False
         return items
 
@@ -162,13 +171,9 @@ class GradientFlow:
         done, self._sum = self._sum, None
         if done is None:
             return
-        done.sources.clear()
+        self._has_left(done)
         plan = done.plan
-        for start, stop in plan.gaps:
-            done.flat[start:stop].zero_()
-        if done.message is not done.flat:
-            done.flat[: plan.packed_numel].copy_(done.message[: plan.packed_numel])
-            done.flat[plan.numel :].copy_(done.message[-len(self.sharded) :])
+        done.complete_flat()
         if self._partial is None:
             self._partial = done
         else:
@@ -179,18 +184,22 @@ class GradientFlow:
                 )
             self._partial.flat.add_(done.flat)
             self._partial.complete &= done.complete
+            self._partial.divide_after = done.divide_after
+
+    def _has_left(self, done: Sum) -> None:
+        """Nothing of a reduction is on the wire any more: give up what was sent."""
+        done.sources.clear()
+        if self._packed is not None:
+            self._packed.drain()
 
     def partial(self) -> torch.Tensor | None:
         """The sum over the shard axis, 1-D, which is to be summed over replicas in place."""
         return None if self._partial is None else self._partial.flat
 
-    def bind(
-        self, divide_after: float, then: Callable[[torch.Tensor], None] | None = None, unused_too: bool = False
-    ) -> None:
+    def bind(self, then: Callable[[torch.Tensor], None] | None = None, unused_too: bool = False) -> None:
         """The sum is complete: make it the mean, in the stored dtype, and the `.grad` of the sharded parameters.
 
         Args:
-            divide_after: Makes the sum the mean.
             then: The user's function on the mean, 1-D in the dtype of the sum, which it may change in place.
             unused_too: Parameters that no rank used get zeros.
         """
@@ -198,10 +207,10 @@ class GradientFlow:
         if done is None:
             return
         plan = done.plan
-        flat, used = self._mean(done, divide_after, then)
-        self._touched = True
+        flat, used = self._mean(done, then)
+        self._backward.bound = True
         here = [parameter.grad is not None for parameter in self.sharded]
-        self._added = self._added or True in here
+        self._backward.added |= True in here
         for region in plan.regions:
             if self.sharded[region.index]._backward_hooks and used[region.index]:
                 self._run_tensor_hooks(region, flat)
@@ -212,16 +221,13 @@ class GradientFlow:
             if used[region.index] or unused_too:
                 if existing is None:
                     self._bind_one(region, flat)
-                _run_gradient_hooks(self.sharded[region.index])
+                if self.sharded[region.index]._post_accumulate_grad_hooks:
+                    _run_gradient_hooks(self.sharded[region.index])
 
-    def _mean(
-        self, done: _Sum, divide_after: float, then: Callable[[torch.Tensor], None] | None
-    ) -> tuple[torch.Tensor, list[bool]]:
+    def _mean(self, done: Sum, then: Callable[[torch.Tensor], None] | None) -> tuple[torch.Tensor, list[bool]]:
         """Flat mean gradients in the stored dtype, and which parameters any rank has used."""
-        counts, flat = len(self.sharded), done.flat
-        used = [True] * counts if done.complete else (flat[-counts:] > 0.5).tolist()
-        if divide_after != 1.0:
-            flat.div_(divide_after)
+        flat, used = done.flat, done.used()
+        done.divide()
         if then is not None:
             gradients = flat[: done.plan.numel]
             then(gradients)
@@ -244,16 +250,14 @@ class GradientFlow:
 
     def begin_backward(self) -> None:
         """A backward begins: what it does to gradients can be told from what was there."""
-        self.began = False
-        self._touched = False
-        self._added = self._holding or self._partial is not None
+        self._backward = _Backward(added=self._holding or self._partial is not None)
 
     def undo_backward(self) -> bool:
         """The backward failed: take back what it did. Returns whether that could not be done without loss."""
         self.drop()
-        if self._touched and not self._added:
+        if self._backward.bound and not self._backward.added:
             self.clear()
-        return self._added
+        return self._backward.added
 
     def clear(self) -> None:
         """Remove the gradients of the sharded parameters."""
@@ -262,6 +266,8 @@ class GradientFlow:
 
     def drop(self) -> None:
         """Forget everything that is under way, after its messages have ended."""
+        if self._sum is not None:
+            self._has_left(self._sum)
         self._sum = self._partial = None
         self._held.clear()
         self._holding = False

@@ -218,10 +218,10 @@ class FlatBuffers:
         assert plan is not None
         if shared is not None and shared.column is not None and plan.is_scattered:
             shared = None  # other hosts get these rows by messages, from every rank to every other
-        with torch.no_grad():
-            block = self._memory.fill(self.full_bytes, pool, shared, call)
-            self._gathering = plan if block is None else plan.in_place
-            return self._gathering.begin(), block
+        # None of these tensors requires gradients, so what is done to them here and in `end` is not recorded.
+        block = self._memory.fill(self.full_bytes, pool, shared, call)
+        self._gathering = plan if block is None else plan.in_place
+        return self._gathering.begin(), block
 
     def sent_as_is(self) -> bool:
         """Whether the gather under way carries this rank's rows as they are now."""
@@ -233,16 +233,15 @@ class FlatBuffers:
     def end_gather(self) -> None:
         """The exchange is complete: the full parameters become valid."""
         if self._gathering is not None:
-            with torch.no_grad():
-                self._gathering.end()
+            self._gathering.end()
             self._gathering = None
 
     def release(self, pool: BufferPool) -> None:
         """Take the memory from under the full buffer and drop the secondary shard."""
-        if self._gathering is not None:
-            self._gathering.drop()
-            self._gathering = None
-        self._secondary = None
+        for plan in (self._primary, self._secondary):
+            if plan is not None:
+                plan.drop()
+        self._gathering = self._secondary = None
         if self.is_full:
             self._memory.drain(pool, self.specs)
 
