@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf, isnan, log2, nan
+from math import inf, log2, nan
 
 import pytest
-import torch
 from hypothesis import strategies as st
 
 from core.support import Core, holds, holds_for
@@ -43,29 +42,3 @@ def test_bad_divide_factors_are_refused(core: Core) -> None:
         ):
             core.scaling.divide_factors(4, False, factor)
     assert core.scaling.divide_factors(4, False, 0.5) == (1.0, 0.5)
-
-
-@holds_for(st.tuples(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), st.floats(0, 1e3)))
-def test_clip_coefficient_is_that_of_torch(core: Core, case: tuple[list[float], float]) -> None:
-    values, max_norm = case
-    _check_against_torch(core, values, max_norm)
-
-
-@holds
-def test_clip_coefficient_of_bad_norms_is_that_of_torch(core: Core) -> None:
-    """A NaN must reach the gradients: hidden by a coefficient of 1, it would train on."""
-    _check_against_torch(core, [nan, 1.0], 1.0)
-    _check_against_torch(core, [inf, 1.0], 1.0)
-    _check_against_torch(core, [0.0], 0.0)
-
-
-def _check_against_torch(core: Core, values: list[float], max_norm: float) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(len(values), dtype=torch.float64))
-    parameter.grad = torch.tensor(values, dtype=torch.float64)
-    norm = float(torch.nn.utils.clip_grad_norm_([parameter], max_norm))
-    coefficient = core.scaling.clip_coefficient(norm, max_norm)
-    expected = parameter.grad.tolist()
-    found = (torch.tensor(values, dtype=torch.float64) * coefficient).tolist()
-    assert all(
-        a == pytest.approx(b, rel=1e-12) or (isnan(a) and isnan(b)) for a, b in zip(found, expected, strict=True)
-    )

@@ -1,4 +1,4 @@
-"""Factors that turn sums into means and long gradients into short ones."""
+"""Factors that turn sums into means."""
 
 from __future__ import annotations
 
@@ -26,8 +26,3 @@ def divide_factors(world_size: int, small_range: bool, override: float | None = 
     while before * before < total:
         before *= 2.0
     return before, total / before
-
-
-def clip_coefficient(total_norm: float, max_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most `max_norm`; as `torch.nn.utils.clip_grad_norm_`."""
-    return min(max_norm / (total_norm + 1e-6), 1.0)  # in this order: the other way round hides a NaN

@@ -64,6 +64,8 @@ def clip_grad_norm_(
             "look for the first loss that is not finite, or skip this step"
         )
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    if coefficient.device.type == "cpu" and float(coefficient) == 1.0:
+        return total  # a pass over all gradients that would change nothing; elsewhere asking would cost more
     for piece in [*(piece for _, pieces in found for piece in pieces), *plain]:
         # A DTensor that no unit owns, of a mesh of its own, is scaled on its local part.
         local = local_of(piece) if isinstance(piece, DTensor) else piece
@@ -94,7 +96,7 @@ def _pieces(flow: GradientFlow, wanted: Container[int]) -> list[torch.Tensor]:
     return [local_of(p.grad) for p in flow.sharded if p.grad is not None and id(p) in wanted]
 
 
-# A few numbers to be summed over some groups, one after the other: gradients of parameters whose different parts lie
+# A few norms to be summed over some groups, one after the other: gradients of parameters whose different parts lie
 # on the ranks of these groups.
 _Sums = dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]]
 
@@ -113,11 +115,11 @@ def _total_norm(
     sums: _Sums = {}
     for flow, pieces in found:
         for groups, gradients in _parts(flow, pieces, wanted):
-            powers = [_power(gradient, norm_type, dtype) for gradient in gradients]
-            sums.setdefault(tuple(id(group) for group in groups), (groups, []))[1].extend(powers)
-    total = _combine((_power(gradient, norm_type, dtype) for gradient in plain), norm_type, dtype, device)
-    for groups, powers in sums.values():
-        part = _combine(powers, norm_type, dtype, device)
+            norms = [_norm(gradient, norm_type, dtype) for gradient in gradients]
+            sums.setdefault(tuple(id(group) for group in groups), (groups, []))[1].extend(norms)
+    total = _power([_norm(gradient, norm_type, dtype) for gradient in plain], norm_type, dtype, device)
+    for groups, norms in sums.values():
+        part = _power(norms, norm_type, dtype, device)
         for group in groups:
             sum_scalars(part, group, "sum of norms", largest=norm_type == inf)
         total = torch.maximum(total, part) if norm_type == inf else total + part
@@ -142,20 +144,16 @@ def _parts(
         yield [group, *dress.sharding_groups()], gradients
 
 
-def _power(tensor: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """The norm to the power of its order (itself for the infinite norm), so that pieces add up."""
+def _norm(tensor: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     if not tensor.numel():
         return torch.zeros((), dtype=dtype, device=tensor.device)
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _power(norms: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The norm of some norms to the power of its order (itself for the infinite norm), so that ranks add theirs up."""
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == inf else norm**norm_type
-
-
-def _combine(
-    powers: Iterable[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    total = torch.zeros((), dtype=dtype, device=device)
-    for power in powers:
-        total = torch.maximum(total, power) if norm_type == inf else total + power
-    return total
