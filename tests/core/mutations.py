@@ -1060,4 +1060,47 @@ CALIBRATION = [
     ),
 ]
 
-MUTATIONS = [*LAYOUT, *GROUPING_AND_SPEC, *TABLE, *SCHEDULE, *REPLAY, *SETTINGS_AND_NUMBERS, *PROFILE, *CALIBRATION]
+UPDATES = [
+    Mutation(
+        "a unit is updated while its other uses wait for their backward",
+        "updates",
+        "return on_the_wire or self._uses[unit] > 0 or self._states[unit] is State.BACKWARD",
+        "return on_the_wire",
+        _ANY_RUN,
+        "needs it again",
+    ),
+    Mutation(
+        "a unit is updated while its second reduction is on the wire",
+        "updates",
+        "if self._is_busy(unit) or Command(Op.REDUCE, unit) in commands[number:]:",
+        "if self._uses[unit] > 0:",
+        _ANY_RUN,
+    ),
+    Mutation(
+        "updates that were put off are forgotten",
+        "updates",
+        "            made += [Command(Op.UPDATE, unit) for unit in left]\n",
+        "",
+        _ANY_RUN,
+        "were never updated",
+    ),
+    Mutation(
+        "a unit is updated before replicas are summed",
+        "updates",
+        "Op.WAIT_ALL_REDUCE if replicated else Op.WAIT_REDUCE",
+        "Op.WAIT_REDUCE",
+        _ANY_RUN,
+    ),
+]
+
+MUTATIONS = [
+    *LAYOUT,
+    *UPDATES,
+    *GROUPING_AND_SPEC,
+    *TABLE,
+    *SCHEDULE,
+    *REPLAY,
+    *SETTINGS_AND_NUMBERS,
+    *PROFILE,
+    *CALIBRATION,
+]

@@ -58,6 +58,10 @@ class Simulator:
     peak_reducing_bytes: int = 0
     gathers: int = 0
     wasted_gathers: int = 0
+    # Units whose gradients are complete and that were not updated since; units updated in this backward.
+    complete: set[int] = field(default_factory=set)
+    updated: set[int] = field(default_factory=set)
+    settled: bool = True  # settings are those of the last end of backward
 
     def __post_init__(self) -> None:
         self.units = [Facts() for _ in self.model.full_bytes]
@@ -136,6 +140,8 @@ class Simulator:
         self.reducing.pop(0)
         if self.engine["replicated"] and self.settings[unit].sync_replicas:
             self.owes_all_reduce = unit
+        if not self.engine["replicated"]:
+            self.complete.add(unit)
 
     def _all_reduce(self, event: Ev, unit: int, where: str) -> None:
         assert self.owes_all_reduce == unit, f"{where}: it is not to be summed over replicas now"
@@ -145,6 +151,15 @@ class Simulator:
     def _wait_all_reduce(self, event: Ev, unit: int, where: str) -> None:
         assert self.all_reducing[:1] == [unit], f"{where}: the oldest all-reduce is {self.all_reducing[:1]}"
         self.all_reducing.pop(0)
+        self.complete.add(unit)
+
+    def _update(self, event: Ev, unit: int, where: str) -> None:
+        assert self.settings[unit].update_in_backward, f"{where}: nobody wants it updated now"
+        assert unit in self.complete, f"{where}: there are no new gradients"
+        runs = self.units[unit].in_backward and event.kind != "END_BACKWARD"
+        assert not runs, f"{where}: its backward runs and needs the parameters as they were"
+        self.complete.remove(unit)
+        self.updated.add(unit)
 
     def _discard(self, event: Ev, unit: int, where: str) -> None:
         assert event.kind in ("ABORT", "FORWARD_FAILED"), f"{where}: gradients would be lost"
@@ -155,6 +170,8 @@ class Simulator:
     def before(self, event: Ev) -> None:
         """What an event says about the parameters, before it is answered."""
         if event.kind == "CHANGED":
+            self.complete.clear()
+            self.updated.clear()
             self.version += 1
             for unit in event.units:  # these have the values of the new version already
                 if self.units[unit].buffer is not None:
@@ -250,6 +267,8 @@ class Simulator:
 
     def _after_pre_backward(self, event: Ev, ops: list[tuple[str, int]]) -> None:
         if self.settings[event.unit].unshard_in_backward:
+            where = f"{event}: unit {event.unit} was updated, and this backward needs it again"
+            assert event.unit not in self.updated or not self.settled, where
             self._enter(event.unit)
             if not self.units[event.unit].depth:
                 self.units[event.unit].in_backward = True
@@ -269,6 +288,11 @@ class Simulator:
         self._check_gradients(event, ops, event.units)
         if event.last:
             assert not self.reducing + self.all_reducing, f"{event}: still on the wire"
+            left = [unit for unit in self.complete if self.settings[unit].update_in_backward]
+            assert not left or not self.settled, f"{event}: units {left} were never updated"
+            self.complete.clear()
+            self.settled = True
+        self.updated.clear()  # a graph from before is refused by the runtime, which knows of graphs
 
     def _leave_backward(self, unit: int) -> None:
         facts = self.units[unit]
@@ -310,6 +334,8 @@ class Simulator:
         assert set(gathered) <= set(event.units), f"{event}: {gathered} may still change"
 
     def _after_abort(self, event: Ev, ops: list[tuple[str, int]]) -> None:
+        self.complete.clear()
+        self.updated.clear()
         for facts in self.units:
             facts.depth, facts.in_backward, facts.reason = 0, False, ""
         assert self.at_rest(), f"{event}: {self.units}"
@@ -327,7 +353,7 @@ def policies_of(core: Core, settings: tuple[Setting, ...]) -> list[Any]:
     """Settings of a trace as those of the core under test."""
     policy = core.policy
     return [
-        policy.UnitPolicy(policy.AfterForward[s.after_forward], *(getattr(s, name) for name in _SETTINGS))
+        policy.UnitPolicy(policy.AfterForward[s.after_forward], **{name: getattr(s, name) for name in _SETTINGS})
         for s in settings
     ]
 
@@ -351,6 +377,7 @@ class Runner:
         if isinstance(item, NewSettings):
             self.scheduler.policies[:] = policies_of(self.core, item.settings)
             self.simulator.settings = item.settings
+            self.simulator.settled = False
             return []
         self.simulator.before(item)
         schedule = self.core.schedule

@@ -24,7 +24,7 @@ CORE_FOLDER = Path(fullshard.core.__file__).parent
 # In the order in which they may import each other.
 CORE_MODULES = (
     *("spec", "layout", "grouping", "lifecycle", "policy", "order", "budget", "events", "reductions"),
-    *("schedule", "replay", "scaling", "cost"),
+    *("updates", "schedule", "replay", "scaling", "cost"),
     *("profile", "summary", "trace"),
     "calibration",
 )

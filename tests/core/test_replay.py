@@ -128,5 +128,5 @@ def test_everything_a_scheduler_remembers_is_saved(core: Core) -> None:
     scheduler = core.schedule.Scheduler([1, 1], [core.policy.UnitPolicy()] * 2, core.policy.SchedulePolicy())
     settings = {"full_bytes", "_one_unit_bytes", "policies", "policy"}
     of_one_event = {"_out", "moved", "_handlers"}
-    saved = {"states", "depths", "_order", "_to_backward", "_pinned", "_reductions", "_kept"}
+    saved = {"states", "depths", "_order", "_to_backward", "_pinned", "_reductions", "_kept", "_updates"}
     assert set(vars(scheduler)) == settings | of_one_event | saved, "is the new field saved and loaded?"

@@ -52,6 +52,7 @@ class Setting(_Short):
     sync_replicas: bool = True
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
+    update_in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -301,11 +302,12 @@ def settings_of(draw: st.DrawFn, count: int) -> tuple[Setting, ...]:
     """Settings of all units: half of the time all the same, as a user makes them, else mixed."""
     sync, replicas = not draw(_RARELY), not draw(_RARELY)
     if draw(st.booleans()):
-        return (Setting(draw(_AFTER), sync_gradients=sync, sync_replicas=replicas),) * count
+        update = draw(_RARELY)
+        return (Setting(draw(_AFTER), sync_gradients=sync, sync_replicas=replicas, update_in_backward=update),) * count
     return tuple(
         Setting(
             draw(_AFTER), draw(_RARELY), not draw(_RARELY), sync, replicas,
-            draw(_prefetch_lists(count)), draw(_prefetch_lists(count)),
+            draw(_prefetch_lists(count)), draw(_prefetch_lists(count)), draw(_RARELY),
         )
         for _ in range(count)
     )  # fmt: skip

@@ -120,13 +120,15 @@ CASES = ("conditional", "unused_branch", "skipped_unit", "frozen", "tied", "llam
 def check_cases(rank: int) -> None:
     for name in CASES:
         case = by_name(name)
-        twins = make_twins(AdamW, lambda: shard_of(case), lr=0.01, fused=True)  # noqa: B023
+        twins = make_twins(AdamW, lambda: shard_of(case), by_dim, lr=0.01, fused=True)  # noqa: B023
         for step in range(4):
             for model, optimizer in twins:
                 run_case(case, model, rank, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert_same(twins, f"{name}, step {step}")
+        plan: Any = twins[1][1]._plan  # type: ignore[attr-defined]
+        assert not any(plan.others), f"{name}: all are in flat shards"
 
 
 def test_parameters_without_a_gradient_are_left_alone(cluster: Cluster) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard.core.lifecycle import Op, Word
+
+# What a Scheduler remembers between events, to be compared, and to be put back.
+Memory = tuple[Any, ...]
 
 
 class EventKind(Word):

@@ -81,6 +81,7 @@ class Op(Word):
     ALL_REDUCE = "all-reduce over replicas"
     WAIT_ALL_REDUCE = "wait for all-reduce over replicas"
     DISCARD = "discard gradients in flight"
+    UPDATE = "update parameters by their gradients, in backward"
 
 
 _S, _P, _2, _K, _H, _F, _B = State

@@ -57,6 +57,7 @@ class UnitPolicy:
         backward_prefetch: The same for backward.
         divide_factor: Divide summed gradients by this in place of the number of data-parallel ranks.
         reduce_unused: A parameter that no rank used in a backward gets a gradient of zeros, not none.
+        update_in_backward: An optimizer updates the unit as soon as its gradients are reduced.
     """
 
     after_forward: AfterForward = AfterForward.AUTO
@@ -68,6 +69,7 @@ class UnitPolicy:
     backward_prefetch: tuple[int, ...] | None = None
     divide_factor: float | None = None
     reduce_unused: bool = False
+    update_in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,21 +16,18 @@ from itertools import takewhile
 from typing import Any
 
 from fullshard.core.budget import one_unit_bytes, units_to_keep
-from fullshard.core.events import Command, Event, EventKind
+from fullshard.core.events import Command, Event, EventKind, Memory
 from fullshard.core.lifecycle import TABLE, Op, State, Step
 from fullshard.core.order import LOOKAHEAD, ForwardOrder
 from fullshard.core.policy import AfterForward, SchedulePolicy, UnitPolicy
 from fullshard.core.reductions import Reductions
+from fullshard.core.updates import Updates
 from fullshard.errors import MisuseError
 
 __all__ = ["Command", "Event", "EventKind", "Memory", "Scheduler"]
 
 # Forwards whose backward never comes (evaluation with gradients enabled) must not let the record grow without bound.
 MAX_RECORD_PER_UNIT = 64
-
-
-# What a Scheduler remembers between events, to be compared, and to be put back.
-Memory = tuple[Any, ...]
 
 
 class Scheduler:
@@ -64,6 +61,7 @@ class Scheduler:
         # Units that the user unsharded ahead of use: no prefetch decision may drop them.
         self._pinned: set[int] = set()
         self._reductions = Reductions(self._emit)
+        self._updates = Updates(self.states, self.depths, self._to_backward, self._reductions.pending)
         self._out: list[Command] = []
         self._handlers: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PRE_FORWARD: self._pre_forward,
@@ -90,7 +88,7 @@ class Scheduler:
         self._out = []
         self.moved.clear()
         self._handlers[event.kind](event)
-        return tuple(self._out)
+        return tuple(self._updates.add(self._out, event, self.policies, self.policy.replicated))
 
     def save(self) -> Memory:
         """What is remembered now. The next answers follow from it and the settings."""
@@ -98,14 +96,16 @@ class Scheduler:
         lists: tuple[Sequence[Any], ...] = (
             *(self.states, self.depths, order.expected, order.recorded, self._to_backward, self._reductions.pending),
         )
-        return (*(tuple(each) for each in lists), order.position, frozenset(self._pinned), self._kept)
+        sets = (frozenset(self._pinned), self._kept, self._updates.memory)
+        return (*(tuple(each) for each in lists), order.position, *sets)
 
     def load(self, memory: Memory) -> None:
         """Remember what was remembered when it was saved."""
-        states, depths, expected, recorded, to_backward, reducing, position, pinned, self._kept = memory
+        states, depths, expected, recorded, to_backward, reducing, position, *sets = memory
         self.states[:], self.depths[:] = states, depths
         self._order = ForwardOrder(list(expected), position, list(recorded))
-        self._to_backward, self._reductions.pending, self._pinned = list(to_backward), list(reducing), set(pinned)
+        self._to_backward[:], self._reductions.pending[:] = to_backward, reducing
+        self._pinned, (self._kept, self._updates.memory) = set(sets[0]), sets[1:]
 
     def at_rest(self) -> bool:
         """Whether every unit is sharded and nothing is in flight."""

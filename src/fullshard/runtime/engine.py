@@ -25,6 +25,7 @@ from fullshard.runtime.failures.postmortem import COMMUNICATES, Story
 from fullshard.runtime.linker import Linker
 from fullshard.runtime.params.gradients import warn_dropped
 from fullshard.runtime.params.ignored import IgnoredGradients
+from fullshard.runtime.params.wishes import update, warn_of_updates
 from fullshard.runtime.unit import Unit
 
 _LOG_COMMANDS = 65536
@@ -43,6 +44,7 @@ _EXECUTE: dict[Op, Callable[[Unit], None]] = {
     Op.ALL_REDUCE: Unit.all_reduce,
     Op.WAIT_ALL_REDUCE: Unit.wait_all_reduce,
     Op.DISCARD: Unit.discard,
+    Op.UPDATE: update,
 }
 
 
@@ -341,6 +343,7 @@ class Engine:
             unit.drop_gradients()
 
     def _undo_backward(self) -> None:
+        warn_of_updates(unit for unit in self.units if unit.index in self.written)
         lost = [unit.undo_backward() for unit in self.units]
         if any(lost):
             for unit in self.units:

@@ -94,8 +94,9 @@ class Unit:
         made.flows = reflatten(made.members, self.precision)
         for old, new in zip(self.flows, made.flows, strict=True):
             new.copy_held(old)
-        made.policy = replace(self.policy, forward_prefetch=None, backward_prefetch=None)  # indices in an engine
-        made.wishes = replace(self.wishes, prefetch={}, schedule=dict(self.wishes.schedule))
+        # Without indices in an engine, and without optimizers of the original.
+        made.policy = replace(self.policy, forward_prefetch=None, backward_prefetch=None, update_in_backward=False)
+        made.wishes = replace(self.wishes, prefetch={}, schedule=dict(self.wishes.schedule), updaters=[])
         made.registration = Registration(made.members)
         made.registration.show_sharded()
         REGISTRY.note_copied(made, self)

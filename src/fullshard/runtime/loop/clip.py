@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.runtime.collectives import sum_scalars
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.failures.postmortem import explained
+from fullshard.runtime.loop.in_backward import refuse_clipping
 from fullshard.runtime.params.gradients import GradientFlow
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
@@ -83,6 +84,7 @@ def _owners(wanted: dict[int, torch.Tensor]) -> tuple[list[GradientFlow], list[t
             units.setdefault(id(unit), unit)
         elif parameter.grad is not None:
             plain.append(parameter.grad)
+    refuse_clipping(list(units.values()))
     return [flow for unit in units.values() for flow in unit.flows], plain
 
 

@@ -10,7 +10,6 @@ the settings of the groups as they are at that moment. Kernels get plain tensors
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from fullshard.core.layout import Region
 from fullshard.errors import MisuseError
 from fullshard.runtime.dtensors import local_of
-from fullshard.runtime.loop.elementwise import is_known, require_elementwise
+from fullshard.runtime.engine import Engine
+from fullshard.runtime.loop.elementwise import is_known
 from fullshard.runtime.loop.pieces import Part, Piece, StateByParameter, pieces_of
 from fullshard.runtime.params.gradients import GradientFlow
 from fullshard.runtime.params.registered import Shown
@@ -96,33 +96,36 @@ class Plan:
 
     Attributes:
         ids: Identities of the parameters, by group.
-        works: Per unit, in the order of forward where that is known.
+        works: By unit, in the order of forward where that is known.
         others: Per group the parameters that are in no flat shard: ignored ones, subclasses that shard themselves.
     """
 
     ids: list[list[int]]
-    works: list[Work]
+    works: dict[Unit, Work]
     others: list[list[nn.Parameter]]
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether it still is the plan for these groups."""
         ids = [list(map(id, group["params"])) for group in groups]
-        return ids == self.ids and all(work.is_current() for work in self.works)
+        return ids == self.ids and all(work.is_current() for work in self.works.values())
 
 
-def make_plan(groups: list[dict[str, Any]]) -> Plan:
-    """The plan for an optimizer's parameter groups; parameters that the user moved or replaced are made flat first."""
+def make_plan(groups: list[dict[str, Any]], *, at_rest: bool = True) -> Plan:
+    """The plan for an optimizer's parameter groups.
+
+    Parameters that the user moved or replaced are made flat first, if the units are at rest.
+    """
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     found = (REGISTRY.owner(p) for group in groups for p in group["params"])
     units = {id(unit): unit for unit in found if unit is not None}
-    works: list[Work] = []
+    works: dict[Unit, Work] = {}
     placed: set[int] = set()
     for unit in sorted(units.values(), key=lambda unit: unit.index):  # a stable order; -1 before the first forward
-        if unit.registration.shown is Shown.SHARDED:
+        if at_rest and unit.registration.shown is Shown.SHARDED:
             unit.reflatten()
         runs = [run for flow in unit.flows for run in _runs(flow, group_of, groups)]
         placed.update(id(part.parameter) for run in runs for part in run.parts)
-        works.append(Work(unit, unit.flows, runs))
+        works[unit] = Work(unit, unit.flows, runs)
     others = [[p for p in group["params"] if id(p) not in placed] for group in groups]
     for group, left in zip(groups, others, strict=True):
         _refuse_mixed(group, left)
@@ -136,14 +139,14 @@ def _runs(flow: GradientFlow, group_of: dict[int, int], groups: list[dict[str, A
     run: Run | None = None
     for region in buffers.layout.regions:
         group = group_of.get(id(flow.sharded[region.index]))
-        if group is None:
+        if run is not None and (
+            run.group != group or _ends_within_a_vector(run.parts[-1], run.shard, groups[run.group])
+        ):
+            yield run
             run = None
-            continue
-        if run is None or run.group != group or _ends_within_a_vector(run.parts[-1], run.shard, groups[group]):
-            if run is not None:
-                yield run
-            run = Run(group, buffers.shard, [])
-        run.parts.append(_part(flow, region))
+        if group is not None:
+            run = run or Run(group, buffers.shard, [])
+            run.parts.append(_part(flow, region))
     if run is not None:
         yield run
 
@@ -187,7 +190,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         plan = self._current_plan()
         with torch.no_grad():
-            self._update(plan.works, plan.others)
+            self._update(plan.works.values(), plan.others)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -206,6 +209,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """For copies; one of an optimizer that runs in backward does not, until the user makes it so."""
         return _bare, (self._kind,), self.__getstate__()
 
     def _current_plan(self) -> Plan:
@@ -249,9 +253,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 group["params"] = whole
             for piece in batch.pieces:
                 piece.flat.grad = None  # or `zero_grad` would not free it
-            for unit in batch.units:
-                if unit.engine is not None:
-                    unit.engine.note_written(unit)
+            batch.report()
         for piece in batch.pieces:
             state.pop(piece.flat)
             piece.show(states)
@@ -280,56 +282,14 @@ class _Batch:
         self.pieces.append(piece)
         self.nbytes += piece.flat.nbytes
 
-
-def flat(
-    kind: Any,
-    params: nn.Module | Iterable[Any],
-    *,
-    elementwise: bool = False,
-    **options: Any,
-) -> torch.optim.Optimizer:
-    """An optimizer of class `kind` that updates flat shards: one tensor for each unit and parameter group.
-
-        optimizer = fullshard.optim.flat(torch.optim.AdamW, model, lr=3e-4, fused=True)
-
-    It gives the numbers of `kind(params, **options)`, and its parameter groups, state and state dicts are those of
-    that: one entry a parameter, so a checkpoint of the one form loads into the other. It costs less, because kernels
-    run over few large plain tensors.
-
-    Args:
-        kind: An elementwise optimizer: Adam, AdamW, SGD, Adagrad and others of torch. A class that is not torch's is
-            tried out on a few numbers.
-        params: A sharded model, or what `kind` takes: parameters, or groups of them with their settings.
-        elementwise: Take the caller's word that `kind` computes each element from that element alone.
-        **options: Of `kind`.
-
-    Raises:
-        MisuseError: `kind` is not elementwise.
-        TypeError: `kind` is not an optimizer class.
-        ValueError: `differentiable=True`, for which parameters would have to be part of a graph.
-    """
-    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
-        raise TypeError(f"expected an optimizer class such as torch.optim.AdamW, got {kind!r}")
-    if issubclass(kind, FlatOptimizer):
-        raise TypeError(f"{kind.__name__} already is flat; pass the class that it was made of")
-    if options.get("differentiable"):
-        raise ValueError("differentiable=True cannot be had on flat shards: sharded parameters are in no graph")
-    if not elementwise:
-        require_elementwise(kind, options)
-    maker: Any = _flat_class(kind)  # type: ignore[arg-type]
-    made: FlatOptimizer = maker(params.parameters() if isinstance(params, nn.Module) else params, **options)
-    return made
-
-
-@functools.cache
-def _flat_class(kind: Any) -> type[FlatOptimizer]:
-    return type(f"Flat{kind.__name__}", (FlatOptimizer, kind), {"_kind": kind, "__doc__": kind.__doc__})
-
-
-def _bare(kind: Any) -> FlatOptimizer:
-    """For copies: an optimizer that gets its state next."""
-    made = _flat_class(kind)
-    return made.__new__(made)
+    def report(self) -> None:
+        """Tell the engines which units have been written."""
+        written: dict[Engine, list[Unit]] = {}
+        for unit in self.units:
+            if unit.engine is not None:
+                written.setdefault(unit.engine, []).append(unit)
+        for engine, units in written.items():
+            engine.note_written(*units)
 
 
 def _own_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -338,3 +298,15 @@ def _own_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimi
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+@functools.cache
+def flat_class(kind: Any, base: Any = FlatOptimizer) -> Any:
+    """The flat form of an optimizer class; `base` is `FlatOptimizer` or a subclass."""
+    return type(f"Flat{kind.__name__}", (base, kind), {"_kind": kind, "__doc__": kind.__doc__})
+
+
+def _bare(kind: type[torch.optim.Optimizer]) -> FlatOptimizer:
+    """For copies: an optimizer that gets its state next."""
+    cls: type[FlatOptimizer] = flat_class(kind)  # type: ignore[arg-type]
+    return cls.__new__(cls)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fullshard.errors import MisuseError
 from fullshard.runtime.collectives import AllGather, ReduceScatter
 from fullshard.runtime.device import Streams
 
 if TYPE_CHECKING:
     from fullshard.runtime.unit import Unit
+
+
+class Updater(Protocol):
+    """An optimizer that updates units in backward."""
+
+    def update_unit(self, unit: Unit) -> None:
+        """The gradients of the unit are complete: apply and remove them."""
 
 
 @dataclass(slots=True)
@@ -34,6 +44,7 @@ class Wishes:
         post_optim_event: Of a root: what the next forward waits for, once.
         streams: Of a root: streams that it shares with other roots.
         debug: Compare commands over ranks before they run.
+        updaters: Optimizers that update the unit in backward, as long as the user keeps them.
     """
 
     prefetch: dict[str, list[Unit]] = field(default_factory=dict)
@@ -49,3 +60,39 @@ class Wishes:
     post_optim_event: torch.Event | None = None
     streams: Streams | None = None
     debug: bool = False
+    updaters: list[weakref.ref[Updater]] = field(default_factory=list)
+
+    def live_updaters(self) -> list[Updater]:
+        """Optimizers that update the unit in backward."""
+        return [updater for reference in self.updaters if (updater := reference()) is not None]
+
+
+def update(unit: Unit) -> None:
+    """Update a unit in backward.
+
+    Raises:
+        MisuseError: It was updated since the forward that this backward is of.
+    """
+    updaters, engine = unit.wishes.live_updaters(), unit.engine
+    if updaters and engine is not None and unit.index in engine.written:
+        raise MisuseError(
+            f"the parameters of unit {unit.name or '(root)'!r} were updated in backward, and more gradients came that "
+            "were computed from the old ones: by a second backward through one graph (retain_graph=True), by the "
+            "backward of another forward that ran before the update, or because a parameter is used outside of its "
+            "unit. They were not applied. Run one backward for each forward (sum the losses), or build the optimizer "
+            "without in_backward=True"
+        )
+    for updater in updaters:
+        updater.update_unit(unit)
+
+
+def warn_of_updates(units: Iterable[Unit]) -> None:
+    """A backward failed: say which units an optimizer has updated in it."""
+    names = [unit.name or "(root)" for unit in units if unit.wishes.live_updaters()]
+    if names:
+        warnings.warn(
+            f"a backward failed after {len(names)} units were updated in it by an optimizer with in_backward=True, "
+            f"such as {names[0]!r}; the others keep their old values and their gradients are dropped. Load the last "
+            "checkpoint if the step must not be half done",
+            stacklevel=2,
+        )
