@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import Setup, full, shard_case
-from test_optimizers import WORKING, Odd, inputs, loss_of
+from test_optimizers import WORKING, Odd, assert_equal, inputs, loss_of, make_pair, reference_loss
 from test_tensor_parallel import loss_of as parallel_loss
 from test_tensor_parallel import mesh_3d, parallelize, shard, transformer
 from torch import nn
@@ -108,6 +108,31 @@ def check_kinds(rank: int, name: str) -> None:
 def test_flat_equals_per_parameter_bit_for_bit(cluster: Cluster, name: str) -> None:
     """With a group for weight decay, a schedule, uneven and empty shards (three ranks), a 0-d and a tied parameter."""
     cluster.run(check_kinds, name, world_size=3)
+
+
+ONLY_FLAT: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.Rprop, {}),
+    (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"fused": True}),
+]
+
+
+def check_only_flat(rank: int) -> None:
+    for kind, options in ONLY_FLAT:
+        reference, ours = make_pair()
+        optimizers = [kind(reference.parameters(), lr=0.01, **options), optim.flat(kind, ours, lr=0.01, **options)]
+        for step in range(3):
+            reference_loss(reference, step).backward()
+            loss_of(ours, inputs(rank, step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal(ours, reference, f"{kind.__name__}, step {step}")
+
+
+def test_kernels_that_torch_does_not_have_for_sharded_parameters(cluster: Cluster) -> None:
+    """Against the unsharded model: Rprop, and fused SGD and Adagrad, work on flat shards only."""
+    cluster.run(check_only_flat)
 
 
 def shard_of(case: Case) -> nn.Module:

@@ -70,7 +70,7 @@ class Updates:
         if event.kind is EventKind.END_BACKWARD and event.last:
             left = (unit for unit in sorted(self._put_off) if policies[unit].update_in_backward)
             made += [Command(Op.UPDATE, unit) for unit in left]
-            self._forget()
+            self._put_off = frozenset()
         return made
 
     def _count(self, event: Event) -> None:

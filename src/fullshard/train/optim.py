@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard.optim import flat
 from fullshard.train.config import OptimConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the sharded parameters; weight decay on matrices only, fused where the device has it."""
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW on the flat shards; weight decay on matrices only, fused where the device has it."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    betas = (config.beta1, config.beta2)
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     try:
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        return flat(torch.optim.AdamW, groups, **options, fused=True)
     except RuntimeError:  # torch names the devices it has a fused kernel for only by refusing the others
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        return flat(torch.optim.AdamW, groups, **options)
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
