@@ -1065,9 +1065,16 @@ UPDATES = [
         "a unit is updated while its other uses wait for their backward",
         "updates",
         "return on_the_wire or self._uses[unit] > 0 or self._states[unit] is State.BACKWARD",
-        "return on_the_wire",
+        "return on_the_wire or self._states[unit] is State.BACKWARD",
         _ANY_RUN,
         "needs it again",
+    ),
+    Mutation(
+        "a unit is updated while its backward runs",
+        "updates",
+        "return on_the_wire or self._uses[unit] > 0 or self._states[unit] is State.BACKWARD",
+        "return on_the_wire or self._uses[unit] > 1",
+        _ANY_RUN,
     ),
     Mutation(
         "a unit is updated while its second reduction is on the wire",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from reference import Setup, full, shard_case
+from test_across_steps import begun, check_values_in_use, early_stack
+from test_across_steps import train as train_early
 from test_optimizers import WORKING, Odd, assert_equal, inputs, loss_of, make_pair, reference_loss
 from test_tensor_parallel import loss_of as parallel_loss
 from test_tensor_parallel import mesh_3d, parallelize, shard, transformer
@@ -26,6 +28,7 @@ from fullshard import (
     split_param_groups,
 )
 from fullshard.errors import MisuseError
+from fullshard.runtime.loop.flat import FlatOptimizer
 from models import Case, by_name, make_model, run_case
 
 AdamW = torch.optim.AdamW
@@ -501,3 +504,29 @@ def test_is_an_optimizer_of_a_model_that_is_not_sharded() -> None:
     optimizer.step()
     assert model.scale.item() != before
     assert torch.equal(optimizer.state[model.scale]["step"], torch.tensor(1.0))
+
+
+def check_across_steps(rank: int) -> None:
+    model = early_stack()
+    optimizer: Any = optim.flat(AdamW, model, lr=0.01)
+    seen: list[list[int]] = []
+    update = FlatOptimizer._step_batch
+
+    def spy(self: FlatOptimizer, batch: Any) -> None:
+        seen.append(begun(model))
+        update(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.runtime.loop.flat._TOGETHER_BYTES", 0)  # unit by unit, as large units are
+        patch.setattr(FlatOptimizer, "_step_batch", spy)
+        train_early(rank, model, optimizer, 4)
+        assert len(seen) % 4 == 0
+        last_step = seen[-len(seen) // 4 :]
+        assert last_step[0] == []
+        assert last_step[-1] != []  # the first units of the next forward are on their way before the last is updated
+        check_values_in_use(rank, model)
+
+
+def test_the_next_step_begins_while_units_are_updated(cluster: Cluster) -> None:
+    """With `set_prefetch_across_steps`: units are reported one by one, in the order of forward."""
+    cluster.run(check_across_steps)
