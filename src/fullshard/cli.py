@@ -227,6 +227,8 @@ def _bench(options: argparse.Namespace, overrides: list[Override]) -> int:
     subject = _subject(options.step) if options.step else None
     if not options.out.parent.is_dir():
         raise ConfigError(f"--out {options.out} is not possible: there is no folder {options.out.parent}.")
+    if options.out.is_dir():
+        raise ConfigError(f"--out {options.out} is not possible: expected a file, found a folder.")
     place = _place()
     if place is not None:
         where = place

@@ -93,6 +93,7 @@ def test_one_rank_has_no_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--step", "big"], "expected BLOCKSxWIDTH, such as 8x512"),
         (["--step", "8x500"], "model.hidden_size = 500 is not possible"),
         (["--out", "nowhere/a.json"], "there is no folder nowhere"),
+        (["--out", "."], "expected a file, found a folder"),
         (["--train.steps", "3"], "settings of the section runtime only, found --train.steps"),
     ],
 )
