@@ -60,22 +60,28 @@ class PlainJob(Job):
             return super().loss(tokens, targets)
 
 
-class ComputeJob(PlainJob):
-    """Plain models that compute at once on as many cores, none waiting for another: each updates its share only."""
+class ComputeJob(Job):
+    """Plain models that compute at once on as many cores, none waiting for another: each updates its share only.
+
+    In a lower dtype the model has that dtype, and the share a float32 master: no cast is made twice.
+    """
 
     def __init__(self, model: nn.Module, workload: Workload) -> None:
-        self._shares: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for parameter in model.parameters():
+        self._shares: list[tuple[nn.Parameter, Tensor, nn.Parameter]] = []
+        for parameter in model.to(workload.dtype).parameters():
             rows = parameter.detach().flatten()[: -(-parameter.numel() // workload.world_size)]
-            self._shares.append((parameter, nn.Parameter(rows)))
-        super().__init__(model, workload, adamw([share for _, share in self._shares], workload))
+            self._shares.append((parameter, rows, nn.Parameter(rows.float())))
+        super().__init__(model, workload, adamw([master for _, _, master in self._shares], workload))
 
     def update(self) -> None:
         """AdamW on the first 1/N of every parameter."""
-        for parameter, share in self._shares:
-            share.grad = parameter.grad.flatten()[: share.numel()]
+        for parameter, rows, master in self._shares:
+            master.grad = parameter.grad.flatten()[: rows.numel()].float()
         super().update()
         self.model.zero_grad()
+        for _, rows, master in self._shares:
+            if rows.dtype != master.dtype:
+                rows.copy_(master.detach())
 
 
 class DdpJob(PlainJob):
@@ -116,13 +122,15 @@ class Fsdp1Job(Job):
 class FullyShardJob(Job):
     """Engines with the interface of `fully_shard`: blocks, then the root."""
 
-    def __init__(self, model: nn.Module, workload: Workload, shard: Callable[..., Any], policy: Any) -> None:
+    def __init__(
+        self, model: nn.Module, workload: Workload, shard: Callable[..., Any], policy: Any, optimizer: Any = adamw
+    ) -> None:
         options = {"mp_policy": policy(workload.dtype, torch.float32)} if workload.dtype != torch.float32 else {}
         for module in model.modules():
             if isinstance(module, LlamaBlock):
                 shard(module, **options)
         shard(model, **options)
-        super().__init__(model, workload)
+        super().__init__(model, workload, optimizer(model.parameters(), workload))
 
     @contextlib.contextmanager
     def held(self) -> Any:
@@ -142,16 +150,19 @@ def fsdp2_job(model: nn.Module, workload: Workload) -> Job:
     return FullyShardJob(model, workload, fully_shard, MixedPrecisionPolicy)
 
 
-def fullshard_job(transport: str) -> Callable[[nn.Module, Workload], Job]:
-    """Ours, over one transport."""
+def fullshard_job(transport: str, flat: bool = False) -> Callable[[nn.Module, Workload], Job]:
+    """Ours, over one transport; `flat`: with the optimizer on flat shards."""
 
     def make(model: nn.Module, workload: Workload) -> Job:
-        from fullshard import MixedPrecisionPolicy, fully_shard
+        from fullshard import MixedPrecisionPolicy, fully_shard, optim
 
         def shard(module: nn.Module, **options: Any) -> None:
             fully_shard(module, transport=transport, **options)
 
-        return FullyShardJob(model, workload, shard, MixedPrecisionPolicy)
+        def flat_adamw(parameters: Any, workload: Workload) -> torch.optim.Optimizer:
+            return optim.flat(torch.optim.AdamW, parameters, lr=workload.learning_rate, fused=True)
+
+        return FullyShardJob(model, workload, shard, MixedPrecisionPolicy, flat_adamw if flat else adamw)
 
     return make
 
@@ -244,9 +255,10 @@ ENGINES: dict[str, Engine] = {
     "zero2": Engine(deepspeed_job(2), "DeepSpeed ZeRO-2", peer=True, whole=8),
     "zero3": Engine(deepspeed_job(3), "DeepSpeed ZeRO-3", peer=True),
     "megatron": Engine(megatron_job, "Megatron-FSDP", peer=True),
-    "fullshard": Engine(fullshard_job("auto"), "fullshard"),
+    "fullshard": Engine(fullshard_job("auto"), "fullshard as it comes"),
     "fullshard-direct": Engine(fullshard_job("direct"), "fullshard direct"),
     "fullshard-shm": Engine(fullshard_job("shm"), "fullshard shared memory"),
+    "fullshard-flat": Engine(fullshard_job("auto", flat=True), "fullshard, flat optimizer"),
 }
 
 

@@ -50,7 +50,7 @@ _308M = LlamaShape(width=1024, blocks=24, hidden=2816)
 
 _TORCH = ("fsdp2", "fsdp1", "ddp")
 _ZERO = ("zero1", "zero2", "zero3", "megatron")
-_OURS = ("fullshard-direct", "fullshard-shm")
+_OURS = ("fullshard-direct", "fullshard-shm", "fullshard-flat")
 _EVERYBODY = ("plain", "compute", *_TORCH, *_ZERO, *_OURS)
 _NEAREST = ("compute", "fsdp2", "ddp", "zero3", *_OURS)
 
