@@ -25,10 +25,11 @@ check: $(DEV_STAMP)
 
 dev: $(DEV_STAMP)
 
-# One workload with every engine, and the cost of Python. Peers get an environment of their own, which pip fills on first use.
+# One workload with every engine, the cost of Python, and the optimizer. Peers get an environment of their own, which pip fills on first use.
 bench: $(RUN_STAMP)
 	PIP_OPTIONS="$(PIP_OPTIONS)" $(BIN)/python benchmarks/step_time.py --workload a --rounds 5 --steps 4
 	$(BIN)/python benchmarks/host_time.py
+	$(BIN)/python benchmarks/optimizer_step.py --workload a
 
 clean:
 	rm -rf $(VENV) benchmarks/.peers build runs .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info

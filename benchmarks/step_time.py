@@ -26,6 +26,7 @@ rank had in the timed steps; Python and torch themselves are about 250 MiB of it
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import statistics
 import sys
@@ -249,9 +250,15 @@ def main() -> None:
         return
     result: dict[str, Any] = {"machine": machine_info(), "rounds": arguments.rounds, "steps": arguments.steps}
     print(result["machine"])
+    path: Path | None = None
     for name in arguments.workload:
-        result[name] = measure(WORKLOADS[name], arguments)
-    print(f"saved {save_result('step_time-' + '-'.join(arguments.workload), result, arguments.out)}")
+        load_before = os.getloadavg()[0]  # of others: ours have not started
+        result[name] = {**measure(WORKLOADS[name], arguments), "load_average_before": load_before}
+        # Each time: a long run that is stopped keeps what it has.
+        previous, path = path, save_result("step_time-" + "-".join(arguments.workload), result, arguments.out)
+        if previous not in (None, path):
+            previous.unlink()
+    print(f"saved {path}")
 
 
 if __name__ == "__main__":
