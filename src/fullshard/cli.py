@@ -251,9 +251,12 @@ def _bench_rank(settings: Settings, place: Place, options: argparse.Namespace, s
     with joined(settings.config, place) as world:
         finding = run_bench(plan, world.device, place.local_size)
     if place.rank == 0:
-        options.out.write_text(finding.document, encoding="utf-8")
         console = Console(stderr=options.json)
-        print_finding(console, finding)
+        print_finding(console, finding)  # first: what was measured is seen, whatever becomes of the file
+        try:
+            options.out.write_text(finding.document, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}.") from None
         console.print(f"\ncalibration: {options.out}", markup=False, soft_wrap=True)
         if options.json:
             sys.stdout.write(finding.document)
