@@ -2,7 +2,8 @@
 
 The process group is torch's fake one: collectives return at once, so what is left beside the computation of a 16 x 16
 layer is hooks, scheduling and bookkeeping. Each engine runs in a process of its own, in turns. Ratios are those of what
-comes on top of the plain model, per round.
+comes on top of the plain model, per round. The fake group's own collectives are measured beside: they cost the host
+something for every rank, in a world of 1024 ranks more than all else together, and the same in every engine.
 
     python benchmarks/host_time.py --rounds 5 --world-size 8
 """
@@ -29,6 +30,7 @@ BLOCKS = 32
 WIDTH = 16
 WARM_UP_STEPS = 5
 ENGINES = ("plain", "fsdp2", "fullshard")
+MESSAGES = "messages"  # in the place of an engine: the collectives of one block alone
 
 
 def shard_function(engine: str) -> Callable[..., Any] | None:
@@ -69,9 +71,30 @@ def join_fake_world(world_size: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
+def measure_messages(steps: int, world_size: int) -> dict[str, list[float]]:
+    """Milliseconds of the fake collectives of a block: a gather in forward, a gather and a reduction in backward."""
+    numel = (WIDTH * WIDTH + WIDTH) // min(WIDTH, world_size)
+    own, whole = torch.zeros(numel), torch.zeros(numel * world_size)
+    found: dict[str, list[float]] = {"forward": [], "backward": []}
+    for _ in range(WARM_UP_STEPS + steps):
+        moments = [time.perf_counter()]
+        for _ in range(BLOCKS):
+            dist.all_gather_single(whole, own, async_op=True).wait()
+        moments.append(time.perf_counter())
+        for _ in range(BLOCKS):
+            dist.reduce_scatter_single(own, whole, async_op=True).wait()
+        moments.append(time.perf_counter())
+        gather, reduce = (1e3 / BLOCKS * (moments[i + 1] - moments[i]) for i in (0, 1))
+        found["forward"].append(gather)
+        found["backward"].append(gather + reduce)
+    return found
+
+
 def measure(engine: str, steps: int, world_size: int) -> dict[str, list[float]]:
     """Milliseconds a block of each step's forward and backward."""
     join_fake_world(world_size)
+    if engine == MESSAGES:
+        return measure_messages(steps, world_size)
     model, inputs = make_model(BLOCKS), torch.randn(2, WIDTH)
     shard(model, engine, world_size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -103,19 +126,25 @@ def run_rounds(engines: list[str], rounds: int, steps: int, world_size: int) -> 
     return found
 
 
-def ratios(found: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
-    """Time above the plain model / that of FSDP2: spread over rounds, by stage; empty if one of them did not run."""
-    if not set(ENGINES) <= set(found):
+def ratios(found: dict[str, dict[str, list[float]]], without: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Time of fullshard / that of FSDP2, both less that of `without`: spread over rounds, by stage."""
+    if not {"fsdp2", "fullshard", *without} <= set(found):
         return {}
-    plain, fsdp2, ours = (found[engine] for engine in ENGINES)
-    turns = {stage: zip(plain[stage], fsdp2[stage], ours[stage], strict=True) for stage in plain}
-    return {stage: asdict(Spread.of([(c - a) / (b - a) for a, b, c in each])) for stage, each in turns.items()}
+
+    def extra(engine: str, stage: str) -> list[float]:
+        others = zip(*(found[each][stage] for each in without), strict=True)
+        return [value - sum(less) for value, less in zip(found[engine][stage], others, strict=True)]
+
+    return {
+        stage: asdict(Spread.of([a / b for a, b in zip(extra("fullshard", stage), extra("fsdp2", stage), strict=True)]))
+        for stage in ("forward", "backward")
+    }
 
 
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated")
+    parser.add_argument("--engines", default=",".join((*ENGINES, MESSAGES)), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=5, help="how often each engine has its turn")
     parser.add_argument("--steps", type=int, default=30, help="measured steps a turn")
     parser.add_argument("--world-size", type=int, default=8, help="ranks of the fake process group")
@@ -133,16 +162,18 @@ def main() -> None:
         "rounds": arguments.rounds,
         "round_milliseconds_per_block": found,
         "milliseconds_per_block": spreads,
-        "above_plain_of_fsdp2": ratios(found),
+        "above_plain_of_fsdp2": ratios(found, ("plain",)),
+        "above_plain_and_messages_of_fsdp2": ratios(found, ("plain", MESSAGES)),
     }
     rows = [
         [engine, *(f"{stages[k]['median']:.3f}" for k in ("forward", "backward"))] for engine, stages in spreads.items()
     ]
     print(result["machine"])
     print(table(["engine", "forward ms/block", "backward ms/block"], rows))
-    for stage, spread in result["above_plain_of_fsdp2"].items():
-        middle = f"middle half {spread['low']:.2f}-{spread['high']:.2f}"
-        print(f"{stage}: time above the plain model / FSDP2's {spread['median']:.2f}, {middle}")
+    for what in ("above_plain_of_fsdp2", "above_plain_and_messages_of_fsdp2"):
+        for stage, spread in result[what].items():
+            middle = f"middle half {spread['low']:.2f}-{spread['high']:.2f}"
+            print(f"{stage}, {what.replace('_', ' ')}: {spread['median']:.2f}, {middle}")
     print(f"saved {save_result('host_time', result, arguments.out)}")
 
 
