@@ -1,9 +1,10 @@
 """What an engine costs in Python: host time a block of many tiny blocks, in a world whose messages cost nothing.
 
 The process group is torch's fake one: collectives return at once, so what is left beside the computation of a 16 x 16
-layer is hooks, scheduling and bookkeeping. Each engine runs in a process of its own, in turns. Ratios are those of what
-comes on top of the plain model, per round. The fake group's own collectives are measured beside: they cost the host
-something for every rank, in a world of 1024 ranks more than all else together, and the same in every engine.
+layer is hooks, scheduling and bookkeeping. All of it happens in one thread, and that thread's processor time is
+measured, so that other work on the machine disturbs less. Each engine runs in a process of its own, in turns. Ratios are
+those of what comes on top of the plain model, per round. The fake group's own collectives are measured beside: they
+cost the host something for every rank, in a world of 1024 ranks more than all else, and the same in every engine.
 
     python benchmarks/host_time.py --rounds 5 --world-size 8
 """
@@ -77,13 +78,13 @@ def measure_messages(steps: int, world_size: int) -> dict[str, list[float]]:
     own, whole = torch.zeros(numel), torch.zeros(numel * world_size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
     for _ in range(WARM_UP_STEPS + steps):
-        moments = [time.perf_counter()]
+        moments = [time.thread_time()]
         for _ in range(BLOCKS):
             dist.all_gather_single(whole, own, async_op=True).wait()
-        moments.append(time.perf_counter())
+        moments.append(time.thread_time())
         for _ in range(BLOCKS):
             dist.reduce_scatter_single(own, whole, async_op=True).wait()
-        moments.append(time.perf_counter())
+        moments.append(time.thread_time())
         gather, reduce = (1e3 / BLOCKS * (moments[i + 1] - moments[i]) for i in (0, 1))
         found["forward"].append(gather)
         found["backward"].append(gather + reduce)
@@ -99,11 +100,11 @@ def measure(engine: str, steps: int, world_size: int) -> dict[str, list[float]]:
     shard(model, engine, world_size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
     for step in range(WARM_UP_STEPS + steps):
-        started = time.perf_counter()
+        started = time.thread_time()
         output = model(inputs)
-        between = time.perf_counter()
+        between = time.thread_time()
         output.sum().backward()
-        ended = time.perf_counter()
+        ended = time.thread_time()
         model.zero_grad()
         if step >= WARM_UP_STEPS:
             found["forward"].append((between - started) * 1e3 / BLOCKS)
