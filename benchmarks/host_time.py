@@ -2,8 +2,8 @@
 
 The process group is torch's fake one: collectives return at once, so what is left beside the computation of a 16 x 16
 layer is hooks, scheduling and bookkeeping. All of it happens in one thread, and that thread's processor time is
-measured, so that other work on the machine disturbs less. Each engine runs in a process of its own, in turns. Ratios are
-those of what comes on top of the plain model, per round. The fake group's own collectives are measured beside: they
+measured, so that other work on the machine disturbs less. Each engine runs in a process of its own, in turns. Ratios
+are those of what comes on top of the plain model, per round. The fake group's own collectives are measured beside: they
 cost the host something for every rank, in a world of 1024 ranks more than all else, and the same in every engine.
 
     python benchmarks/host_time.py --rounds 5 --world-size 8
