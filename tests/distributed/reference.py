@@ -96,6 +96,8 @@ def assert_at_rest(model: nn.Module) -> None:
             if unit.engine is not None:
                 assert unit.engine.scheduler.at_rest(), unit.engine.scheduler.states
                 assert unit.engine.pool.live_bytes == 0, unit.engine.pool.live_bytes
+                shared = unit.links.shard.shared
+                assert shared is None or shared.blocks.free_bytes == shared.blocks.nbytes
     for name, parameter in model.named_parameters():
         assert hasattr(parameter, "placements"), f"{name} is not sharded"
 

@@ -240,6 +240,24 @@ def check_no_cost(rank: int) -> None:
     assert engine_of(model).story.step == 3
 
 
+def check_steps_told(rank: int) -> None:
+    """Steps are told apart though their commands are the same objects, once they are replayed."""
+    model = make_stack(count=2)
+    for number in range(6):
+        model(batch(rank, number)).sum().backward()
+    story = engine_of(model).story
+    told = story._told()
+    per_step = {entry.step: sum(other.step == entry.step for other in told) for entry in told}
+    assert sorted(per_step) == list(range(7 - len(per_step), 7))
+    assert len(per_step) > 2
+    assert len(set(list(per_step.values())[1:])) == 1  # of the oldest only the end may be left
+    assert story.count == len(engine_of(model).log)
+
+
+def test_equal_steps_are_told_apart(cluster: Cluster) -> None:
+    cluster.run(check_steps_told)
+
+
 def test_steps_that_go_well_post_nothing(cluster: Cluster) -> None:
     cluster.run(check_no_cost)
 

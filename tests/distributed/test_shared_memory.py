@@ -186,6 +186,112 @@ def test_without_memory_ranks_exchange_messages(cluster: Cluster, world_size: in
         assert all("no shared memory" in record for record in records)
 
 
+def check_no_leave(rank: int) -> list[str]:
+    """On one rank the system refuses to make memory; then no rank may use any."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(handler)
+    try:
+        with mock.patch.object(os, "memfd_create", side_effect=PermissionError if rank == 1 else os.memfd_create):
+            check_reference(rank, "llama", Setup(steps=1))
+    finally:
+        logging.getLogger("fullshard").removeHandler(handler)
+    return records
+
+
+def test_a_rank_that_may_not_make_memory(cluster: Cluster) -> None:
+    for records in cluster.run(check_no_leave):
+        assert len(records) == 1
+        assert "leave to make memory: not so on ranks [1]" in records[0]
+
+
+def check_other_file(rank: int, folder: str) -> None:
+    """The number of a file is sent, and may be that of another file when it is opened."""
+    path = Path(folder) / f"data-{rank}"
+    path.write_bytes(b"x" * 4096)
+    with path.open("r+b") as file:
+        assert hosts.open_memory(os.getpid(), file.fileno(), 4096) is None
+    number = hosts.reserve("block", 4096)
+    assert hosts.open_memory(os.getpid(), number, 8192) is None
+    memory = hosts.open_memory(os.getpid(), number, 4096)
+    assert memory is not None
+    os.close(number)
+
+
+def test_only_memory_of_ours_is_opened(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_other_file, str(tmp_path), world_size=1)
+
+
+def check_many_sizes(rank: int) -> tuple[int, int]:
+    torch.manual_seed(0)
+    widths = [8 * (1 + number) for number in range(24)]
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip([8, *widths], widths, strict=False)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for number in range(3):
+        step(model, batch(rank, number))
+    largest = max(unit.full_bytes for unit in engine_of(model).units)
+    return shared_of(model).blocks.nbytes, largest
+
+
+def test_units_of_many_sizes_share_blocks(cluster: Cluster) -> None:
+    for nbytes, largest in cluster.run(check_many_sizes):
+        assert nbytes <= 10 * (largest + 4096)
+
+
+class TwoDtypes(nn.Module):
+    """One unit of two dtypes, the first of which is written to in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8, max_norm=0.5)
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(self.embedding(tokens).double())
+        return result
+
+
+def check_two_dtypes(rank: int) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(TwoDtypes(), reshard_after_forward=True)
+    for _ in range(3):
+        with pytest.raises(MisuseError, match="written to"):
+            model(torch.arange(10)).sum().backward()
+        assert not any(flow.buffers.is_full for flow in engine_of(model).units[0].flows)
+        assert engine_of(model).pool.live_bytes == 0
+
+
+def test_all_memory_of_a_unit_is_given_back_if_a_part_was_written_to(cluster: Cluster) -> None:
+    cluster.run(check_two_dtypes)
+
+
+def check_background(rank: int) -> None:
+    """What is summed on a host leaves for the others before it is waited for."""
+    with mock.patch.object(hosts, "host_identity", return_value=f"host {rank // 2}"):
+        model = make_stack(count=3, transport="shm")
+        step(model, batch(rank))
+    transport, engine = shared_of(model), engine_of(model)
+    begun: list[bool] = []
+
+    def watch(unit: Any, act: Any) -> None:
+        if act.__name__ == "wait_reduce":
+            dist.barrier()  # every rank has written
+            transport._advance()
+            begun.append(all(pending._between is not None for pending in unit.reducing))
+        act(unit)
+
+    engine.watch = watch
+    step(model, batch(rank))
+    assert begun == [True] * 3
+
+
+def test_reductions_go_on_between_hosts_before_they_are_waited_for(cluster: Cluster) -> None:
+    cluster.run(check_background, world_size=4)
+
+
 def check_other_order(rank: int) -> None:
     model = make_stack(count=4)
     step(model, batch(rank))

@@ -64,7 +64,9 @@ class Step(Word):
 
 
 class Op(Word):
-    """What the runtime does for a unit. Nothing but the WAITs, DISCARD and FREE ever blocks.
+    """What the runtime does for a unit. Nothing but the WAITs, DISCARD and FREE blocks, with one exception.
+
+    In shared memory a GATHER or REDUCE waits for a rank that is behind by more than a unit and still uses the memory.
 
     FREE completes whatever is still in flight for the unit before it gives memory back.
     """

@@ -93,7 +93,7 @@ class BufferPool:
     An accelerator's caching allocator does the same by itself.
 
     Attributes:
-        live_bytes: Bytes under storages now.
+        live_bytes: Bytes under storages now, also those that come from memory which ranks share.
         peak_bytes: Most bytes under storages since `reset_peak`.
     """
 
@@ -123,6 +123,10 @@ class BufferPool:
                 break
         else:
             storage.resize_(nbytes)
+        self.count(nbytes)
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes more are under storages, or less if it is negative."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 

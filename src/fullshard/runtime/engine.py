@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -158,6 +158,7 @@ class Engine:
         if self._broken is not None and event.kind not in (EventKind.ABORT, EventKind.FORWARD_FAILED):
             self._refuse(self._broken)
         commands = self.scheduler.on(event)
+        self.story.count += len(commands)
         left = iter(commands)
         # Asked once an event: to name ranges that nobody records would cost far more than to ask.
         observed = self.watch is not None or _profiler_enabled()
@@ -172,7 +173,7 @@ class Engine:
                 else:
                     act(unit)
         except BaseException as error:
-            self._note_failure(error, left)
+            self._note_failure(error, list(left))
             raise
         self._show(event)
         return commands
@@ -185,8 +186,9 @@ class Engine:
             "restart the job from its last checkpoint"
         ) from broken
 
-    def _note_failure(self, error: BaseException, left: Iterator[Command]) -> None:
+    def _note_failure(self, error: BaseException, left: Sequence[Command]) -> None:
         """A command failed; the Scheduler takes those that were `left` for done, and their memory must not stay."""
+        self.story.count -= len(left)
         if isinstance(error, CommunicationError) and self._broken is None:
             self.story.explain(error)
             # What follows from the first failure explains nothing. A copy: the error itself has a traceback, whose
@@ -194,7 +196,7 @@ class Engine:
             self._broken = type(error)(*error.args)
         for command in left:
             if command.op is Op.FREE:
-                with suppress(CommunicationError):
+                with suppress(CommunicationError, MisuseError):  # `error` came first
                     self.units[command.unit].free()
 
     def _show(self, event: Event) -> None:
@@ -233,7 +235,7 @@ class Engine:
             self.recover()
             if self.in_backward:
                 return
-        if not self.scheduler.in_use():
+        if not self.scheduler.any_in_use():
             self.boundary.agree(self)
         self.forget_written()
 
@@ -251,7 +253,7 @@ class Engine:
             # Side streams begin after the current one, so this orders gathers too.
             self.streams.join(wishes.post_optim_event)
             wishes.post_optim_event = None
-        if not self.in_backward and not self.scheduler.in_use():
+        if not self.in_backward and not self.scheduler.any_in_use():
             self.story.begin_step()
             self.adopt_changes()
 
@@ -301,7 +303,7 @@ class Engine:
             try:
                 self.ignored.average()
             except CommunicationError as error:
-                self._note_failure(error, iter(()))
+                self._note_failure(error, ())
                 raise
 
     def forget_held(self, unit: Unit) -> None:

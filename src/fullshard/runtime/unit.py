@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -268,11 +269,10 @@ class Unit:
     def free(self) -> None:
         """Register sharded parameters and give the full buffers back, after what is in flight has ended."""
         self.registration.show_sharded()
-        try:
-            self._finish_gather()
-        finally:
+        with ExitStack() as cleaning:  # whatever one of them says, all of them are done
             for flow in self.flows:
-                flow.buffers.release(self.resources.pool)
+                cleaning.callback(flow.buffers.release, self.resources.pool)
+            self._finish_gather()
 
     def hold(self) -> None:
         """Keep full gradients for a later reduce."""

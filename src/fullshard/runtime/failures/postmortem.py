@@ -41,14 +41,18 @@ class Story:
     Args:
         units: The engine's units.
         log: The engine's commands, newest last.
+
+    Attributes:
+        step: Number of the latest step.
+        count: Commands so far; the log may have forgotten the first ones.
     """
 
     def __init__(self, units: list[Unit], log: deque[Command]) -> None:
         self._units = units
         self._log = log
         self.step = 0
-        # (step, last command before it): commands are objects of their own, so that one of them marks a place.
-        self._begins: deque[tuple[int, Command | None]] = deque(maxlen=_STEPS)
+        self.count = 0
+        self._begins: deque[tuple[int, int]] = deque(maxlen=_STEPS)  # (step, commands before it)
         self._failed_in = ""
         self._posted = False
         self._explained = False
@@ -57,7 +61,7 @@ class Story:
         """A forward of the root begins."""
         self.step += 1
         self._failed_in = ""
-        self._begins.append((self.step, self._log[-1] if self._log else None))
+        self._begins.append((self.step, self.count))
         if self._posted:  # what failed was overcome, and must not be taken for the cause of a later failure
             self._posted = False
             post("")
@@ -113,8 +117,10 @@ class Story:
         told: list[Told] = []
         begins = list(self._begins)
         of_step: list[Command] = []  # newest first
+        position = self.count
         for command in reversed(self._log):
-            while begins and command is begins[-1][1]:
+            position -= 1
+            while begins and position < begins[-1][1]:
                 told = self._numbered(begins.pop()[0], of_step) + told
                 of_step = []
             of_step.append(command)

@@ -41,7 +41,7 @@ class FullMemory:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
-        self._block: tuple[Shared, Block] | None = None  # that is under the storage
+        self._block: tuple[Shared, Block, int] | None = None  # that is under the storage, and what of it is used
         self._full: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
 
@@ -56,8 +56,10 @@ class FullMemory:
         if shared is None or block is None:
             pool.fill(self.storage, nbytes)
             return None
+        assert self._block is None, "the full buffer holds memory already"
         swap_memory(self.storage, block.storage)
-        self._block = (shared, block)
+        pool.count(nbytes)
+        self._block = (shared, block, nbytes)
         return block
 
     def drain(self, pool: BufferPool, specs: Sequence[ParamSpec]) -> None:
@@ -73,8 +75,9 @@ class FullMemory:
         if self._block is None:
             pool.drain(self.storage)
             return
-        (shared, block), self._block = self._block, None
+        (shared, block, nbytes), self._block = self._block, None
         swap_memory(self.storage, block.storage)
+        pool.count(-nbytes)
         shared.blocks.give_back(block)
         before = self._versions
         self.watch(self._full)

@@ -9,7 +9,9 @@ counts both for itself.
 [Note: one block to spare]
 The oldest of the free blocks is used again, and only if another one stays free; else a new one is made. So a rank that
 is ahead of its neighbours by less than a unit waits for nobody, and how many blocks there are does not depend on who is
-ahead. Sizes are rounded up, so that full buffers and gradients of like units share their blocks.
+ahead. Sizes are rounded up, so that full buffers and gradients of like units share their blocks, and a block serves for
+half its size, too. Once there are as many as like units would need, one is made only if no free one is large enough; so
+units of many sizes need no more than about ten times the largest, whatever their number.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from typing import Any
 import torch
 
 from fullshard.runtime.collectives.base import Call
-from fullshard.runtime.collectives.shm.hosts import Neighbours, open_memory
+from fullshard.runtime.collectives.shm.hosts import Neighbours, open_memory, reserve
 from fullshard.runtime.collectives.shm.words import LEFT, NUMBER, OPENED, SLOTS, TAG, WRITTEN, Words
 
 _LOG = logging.getLogger("fullshard")
 _KEEP_FREE = 1
+# Two full buffers and the gradients of a unit in use, and one to spare of both.
+_PLENTY = 5
 # What a counter says that starts at 0 and that others wait for: the maker of a block could not make it, or its file has
 # this number plus 2; a rank could open it or not.
 _REFUSED, _FIRST_NUMBER = 1, 2
@@ -94,6 +98,11 @@ class Block:
             if words.get(place, self.slot, TAG) != call.tag:
                 raise words.other_command(place, call)
 
+    def is_written(self) -> bool:
+        """Whether every rank has written its part; does not wait."""
+        words = self._words
+        return all(words.get(place, self.slot, WRITTEN) >= self._use for place in self._peers)
+
     def leave(self) -> None:
         """This rank needs it no more."""
         self._words.set(self.slot, LEFT, self._use)
@@ -115,8 +124,14 @@ class Blocks:
         self._words = words
         self._made = 0  # numbers given, also to blocks that could not be made
         self._free: list[Block] = []  # the one that was returned first comes first
+        self._largest = 0  # bytes that were asked for at once
         self._exhausted = False  # there was no memory for a block: what there is must do
         self.nbytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the blocks that this rank does not use."""
+        return sum(block.nbytes for block in self._free)
 
     def take(self, nbytes: int, call: Call) -> Block | None:
         """A block of `nbytes` to write into; None, on every rank, if there is no memory for one.
@@ -125,15 +140,25 @@ class Blocks:
             CommunicationError: A rank did not come as far as that.
         """
         nbytes = rounded(nbytes)
-        fitting = [block for block in self._free if block.nbytes == nbytes]
-        if len(fitting) > (0 if self._exhausted else _KEEP_FREE):
-            block: Block | None = fitting[0]
-            self._free.remove(fitting[0])
-        else:
-            block = None if self._exhausted else self._make(nbytes, call)
+        block = self._choose(nbytes)
+        if block is not None:
+            self._free.remove(block)
+        elif not self._exhausted:
+            block = self._make(nbytes, call)
         if block is not None:
             block.begin(call)
         return block
+
+    def _choose(self, nbytes: int) -> Block | None:
+        """The free block to use, the same on all ranks: they return blocks in the same order."""
+        able = [block for block in self._free if block.nbytes >= nbytes]
+        fitting = [block for block in able if block.nbytes <= 2 * nbytes]
+        if len(fitting) > _KEEP_FREE:
+            return fitting[0]
+        self._largest = max(self._largest, nbytes)
+        if self._exhausted or self.nbytes + nbytes > _PLENTY * self._largest:
+            return min(able, key=lambda block: block.nbytes, default=None)  # of equals the one returned first
+        return None
 
     def give_back(self, block: Block) -> None:
         """This rank does not need `block` any more."""
@@ -149,7 +174,7 @@ class Blocks:
         mine = -1
         try:
             if maker == words.place:
-                mine = reserve(nbytes)
+                mine = reserve("block", nbytes)
                 words.set(slot, NUMBER, _REFUSED if mine < 0 else mine + _FIRST_NUMBER)
             words.wait([maker], slot, NUMBER, 1, call)
             number = words.get(maker, slot, NUMBER)
@@ -178,14 +203,3 @@ def rounded(nbytes: int) -> int:
     """Up to an eighth more, and whole pages: few sizes, so that blocks fit more than one purpose."""
     step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
-
-
-def reserve(nbytes: int) -> int:
-    """A file of `nbytes` of memory, all of which is there; -1 if there is not as much."""
-    descriptor = os.memfd_create("fullshard-block")
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError:
-        os.close(descriptor)
-        return -1
-    return descriptor

@@ -17,6 +17,8 @@ from fullshard.runtime.collectives.once import exchange, exchange_flags
 # core in another order than the one they were made in; on others that takes instructions that Python does not have.
 _ORDERED_PROCESSORS = ("x86_64", "AMD64")
 
+_NAME = "fullshard-"
+
 # Of the counters of one rank, see `words`.
 AREA_BYTES = 128 * 1024
 
@@ -61,12 +63,11 @@ def meet(group: dist.ProcessGroup) -> Neighbours | str:
         The neighbours; or, the same on every rank, why there is no shared memory between them. It is "" if no two ranks
         share a host: then nothing is wrong.
     """
-    descriptor = -1
     host = host_identity()
+    descriptor = reserve("control", AREA_BYTES * group.size()) if host else -1
+    if descriptor < 0:
+        host = ""
     try:
-        if host:
-            descriptor = os.memfd_create("fullshard-control")
-            os.ftruncate(descriptor, AREA_BYTES * group.size())
         cards = exchange(_Card(host, os.getpid(), descriptor), group, "who shares a host")
         reason = _obstacle([card.host for card in cards])
         if reason is not None:
@@ -96,13 +97,17 @@ def host_identity() -> str:
 def _obstacle(hosts: list[str]) -> str | None:
     """Why these ranks cannot share memory; "" if they are all alone, None if they can."""
     if not all(hosts):
-        return "it takes Linux with /proc on x86-64"
+        return f"it takes Linux with /proc on x86-64, and leave to make memory: not so on ranks {_without(hosts)}"
     sizes = {hosts.count(host) for host in hosts}
     if sizes == {1}:
         return ""
     if len(sizes) > 1:
         return f"the hosts do not have equally many ranks of the group ({sorted(sizes)})"
     return None
+
+
+def _without(hosts: list[str]) -> list[int]:
+    return [rank for rank, host in enumerate(hosts) if not host]
 
 
 def _open_control(cards: list[_Card], group: dist.ProcessGroup) -> Neighbours | str:
@@ -120,14 +125,30 @@ def _open_control(cards: list[_Card], group: dist.ProcessGroup) -> Neighbours | 
     return Neighbours(hosts, own, place, tuple(cards[rank].process for rank in hosts[own]), control)
 
 
+def reserve(purpose: str, nbytes: int) -> int:
+    """A file of `nbytes` of memory without a name, all of which is there; -1 if there is not as much, or no leave."""
+    try:
+        descriptor = os.memfd_create(_NAME + purpose)
+    except OSError:
+        return -1
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
 def open_memory(process: int, descriptor: int, nbytes: int) -> mmap.mmap | None:
-    """Memory that another process, or this one, has open as a file; None if that is not allowed."""
+    """Memory that another process, or this one, has reserved; None if that is not allowed."""
     try:
         opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
     except OSError:
         return None
     try:
-        return mmap.mmap(opened, nbytes)
+        # The number may be another file's by now: its process gave up, or has ended and this is a new one.
+        is_ours = Path(f"/proc/self/fd/{opened}").readlink().name.startswith(f"memfd:{_NAME}")
+        return mmap.mmap(opened, nbytes) if is_ours and os.fstat(opened).st_size == nbytes else None
     except (OSError, ValueError):
         return None
     finally:

@@ -4,12 +4,13 @@
 On H hosts of L ranks each, the first ranks of all hosts form a column, the second ones another, and so on. Each rank
 sends its rows to the H - 1 other ranks of its column, not to all, and writes what it receives from them into the full
 buffer of its host. Likewise the ranks of a host first add up what they have for its column, and only the sums go
-between hosts. So the link carries an L-th of what direct exchange would send. On one host a column is one rank, and
-there are no messages.
+between hosts. So the link carries an L-th of the rows that direct exchange would send (gradients in the dtype of
+their sum). On one host a column is one rank, and there are no messages.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -122,30 +123,46 @@ class _Reducing:
         self._cells = cells
         self._block, self._blocks = memory
         self._column = column
+        self._between: Pending | None = None  # the exchange between hosts, once it has begun
         self._done = False
         targets, parts = self._views()
         with torch.no_grad():
             torch._foreach_copy_(targets, [items[number].source[start:stop] for number, (start, stop) in parts])
         self._block.written(call)
 
+    def advance(self) -> None:
+        """Send the sums of this host to the others, if they can be made by now.
+
+        The block stays: ranks of a host return blocks in one order, and when all had written differs between them.
+        """
+        if not self._done and self._between is None and self._column is not None and self._block.is_written():
+            self._between = self._column.reduce(self._sums(), self._call)
+
     def wait(self) -> None:
         if self._done:
             return
         self._done = True
-        self._block.wait(self._call)
-        with torch.no_grad():
-            sums = [self._sum(number, item) for number, item in enumerate(self._items)]
+        if self._between is None:
+            sums = self._sums()
+            self._between = None if self._column is None else self._column.reduce(sums, self._call)
         self._blocks.give_back(self._block)
-        if self._column is not None:
-            pending = self._column.reduce(sums, self._call)
-            pending.wait()
-            pending.finish()
+        if self._between is not None:
+            self._between.wait()
+            self._between.finish()
 
     def finish(self) -> None:
         """What it reads may be freed as soon as it has started; what it writes, it writes in `wait`."""
         if not self._done:
             self._done = True
             self._blocks.give_back(self._block)
+            if self._between is not None:
+                self._between.finish()
+
+    def _sums(self) -> list[ReduceItem]:
+        """Add up what the ranks of this host have written; what is left to do between hosts."""
+        self._block.wait(self._call)
+        with torch.no_grad():
+            return [self._sum(number, item) for number, item in enumerate(self._items)]
 
     def _views(self) -> tuple[list[torch.Tensor], list[tuple[int, _Range]]]:
         """Tensors in the block that this rank writes, and the parts of items that go there. Made once a block."""
@@ -263,6 +280,7 @@ class Shared:
         self._columns = [column_of(neighbours, place) for place in range(self.neighbours)]
         self._singles = [[place] for place in range(self.neighbours)]  # for sums that all ranks of the host share
         self._cells: dict[Hashable, _Cells] = {}
+        self._reducing: list[weakref.ref[_Reducing]] = []  # under way between hosts
 
     def take(self, nbytes: int, call: Call) -> Block | None:
         """A block for a full buffer, see `Blocks.take`.
@@ -285,12 +303,15 @@ class Shared:
     def gather_in(self, block: Block, items: list[GatherItem], call: Call) -> Pending:
         """Start to fill `block` with the rows of all ranks. This rank has written its own.
 
+        Comes between a reduction and its wait, so reductions that can go on between hosts do so here.
+
         Args:
             block: Where the items lie, at the same places on every rank.
             items: What is exchanged with other hosts; without them they are not looked at.
             call: The command.
         """
         column = self.column
+        self._advance()
         return _Gathering(block, call, None if column is None else column.gather(self._for_column(items), call))
 
     def _for_column(self, items: list[GatherItem]) -> list[GatherItem]:
@@ -307,7 +328,18 @@ class Shared:
         block = self.take(cells.nbytes, call)
         if block is None:
             return self._messages.reduce(items, call)
-        return _Reducing(items, call, cells, (block, self.blocks), self.column)
+        reducing = _Reducing(items, call, cells, (block, self.blocks), self.column)
+        if self.column is not None:
+            self._advance()
+            self._reducing.append(weakref.ref(reducing))
+        return reducing
+
+    def _advance(self) -> None:
+        for reference in self._reducing:
+            reducing = reference()
+            if reducing is not None:
+                reducing.advance()
+        self._reducing = [reference for reference in self._reducing if reference() is not None]
 
     def all_reduce(self, tensor: torch.Tensor, call: Call) -> Pending:
         """See `Transport.all_reduce`."""
