@@ -280,7 +280,7 @@ def check_background(rank: int) -> None:
         if act.__name__ == "wait_reduce":
             dist.barrier()  # every rank has written
             transport._advance()
-            begun.append(all(pending._between is not None for pending in unit.reducing))
+            begun.append(all(pending._between is not None for pending in unit._reducing))
         act(unit)
 
     engine.watch = watch
