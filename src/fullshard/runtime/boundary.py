@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.core.lifecycle import Op, State
 from fullshard.core.schedule import Event, EventKind
-from fullshard.runtime.collectives import exchange_flags
+from fullshard.runtime.collectives import Direct, Shared, exchange_flags
 from fullshard.runtime.params.storage import FlatBuffers
 
 if TYPE_CHECKING:
@@ -43,11 +43,14 @@ class Boundary:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.wanted = units[0].wishes.across_steps
         self._group = units[0].place.shard_group
-        # Ranks of the root's group agree, and rows of subclasses that shard themselves are not ours to compare.
+        # Ranks of the root's group agree, and rows of subclasses that shard themselves are not ours to compare. Where a
+        # backend matches collectives by their order, nothing may begin that another rank has not begun.
         ranks = dist.get_process_group_ranks(self._group)
         self._able = [
             all(
-                isinstance(flow.buffers, FlatBuffers) and dist.get_process_group_ranks(flow.place.shard_group) == ranks
+                isinstance(flow.buffers, FlatBuffers)
+                and isinstance(flow.links.shard, Direct | Shared)
+                and dist.get_process_group_ranks(flow.place.shard_group) == ranks
                 for flow in unit.flows
             )
             for unit in units

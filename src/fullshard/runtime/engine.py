@@ -261,9 +261,11 @@ class Engine:
         """Take over parameters that the user moved, cast or replaced in modules below the sharded ones; at rest."""
         for unit in self.units:
             if unit.was_touched:
-                unit.adopt()  # first: resharding registers the sharded parameters again
-                self.on(Event(EventKind.RESHARD, unit.index))
-                unit.rebuild()
+                unit.reflatten()
+
+    def bring_to_rest(self, unit: Unit) -> None:
+        """Free what is gathered of `unit`, which nothing uses."""
+        self.on(Event(EventKind.RESHARD, unit.index))
 
     def note_written(self, *units: Unit) -> None:
         """An optimizer has written the shards of these units: what was gathered of them is stale."""

@@ -100,10 +100,11 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also those that are held until a later backward reduces them."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        # First: a backward that failed has left full parameters registered, and gradients on those behind them.
         for part in cast(nn.Module, self).modules():
             if isinstance(part, FSDPModule) and (engine := unit_of(part).engine) is not None:
                 engine.forget_held(unit_of(part))
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As of any module; of full tensors every rank takes its part, and if it raises nothing has been changed."""

@@ -137,7 +137,7 @@ class Unit:
         return member
 
     def reflatten(self) -> None:
-        """Take over what the user put in place of sharded parameters or of their local tensors; the unit is at rest.
+        """Take over what the user put in place of sharded parameters or of their local tensors; nothing uses the unit.
 
         Raises:
             ValueError: A parameter was replaced by something that is not this rank's part of it.
@@ -145,6 +145,8 @@ class Unit:
         if self.registration.shown is Shown.SUMMONED:
             return  # the modules hold the user's full parameters; nothing can be told from them
         if self.adopt() or not all(flow.is_intact() for flow in self.flows):
+            if self.engine is not None:
+                self.engine.bring_to_rest(self)  # not before: that registers the sharded parameters again
             self.rebuild()
 
     def adopt(self) -> bool:

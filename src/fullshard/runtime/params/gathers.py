@@ -10,6 +10,7 @@ import torch
 from fullshard.core.layout import FlatLayout, Region, chunk_rows
 from fullshard.core.spec import ParamSpec
 from fullshard.runtime.collectives import GatherItem
+from fullshard.runtime.device import BufferPool
 
 
 def rows_of(tensor: torch.Tensor, spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
@@ -114,13 +115,16 @@ class _Bucket:
         self.own_shard = source.narrow(0, 0, numel)
         self.item = GatherItem("small parameters", self.rows.view(-1), numel, size * numel)
 
-    def fill(self) -> None:
+    def fill(self, pool: BufferPool) -> None:
         """Put memory under it."""
-        self._storage.resize_(self._nbytes)
+        pool.fill(self._storage, self._nbytes)
 
-    def drain(self) -> None:
-        """Take the memory away."""
-        self._storage.resize_(0)
+    def drain(self, pool: BufferPool | None = None) -> None:
+        """Take the memory away; it goes to the pool that it came from."""
+        if pool is None:
+            self._storage.resize_(0)
+        elif self._storage.nbytes():
+            pool.drain(self._storage)
 
 
 class InPlace:
@@ -158,7 +162,7 @@ class InPlace:
             self._rows.append(rows)
             self._items.append(GatherItem(spec.name, place, region.chunk_numel, spec.numel))
 
-    def begin(self) -> list[GatherItem]:
+    def begin(self, _pool: BufferPool) -> list[GatherItem]:
         """Write this rank's rows: the only pass over bulk data, over 1/N of it; where dtypes differ it is the cast."""
         torch._foreach_copy_(self._targets, self._rows)
         return self._items
@@ -170,7 +174,7 @@ class InPlace:
     def end(self) -> None:
         """Every rank has written its rows where they belong."""
 
-    def drop(self) -> None:
+    def drop(self, _pool: BufferPool) -> None:
         """The gather was given up."""
 
 
@@ -236,10 +240,10 @@ class GatherPlan:
         """The same gather into a block. Asked for while the full buffer holds memory: an empty one has no views."""
         return InPlace(self.layout, self._rank, self.source, self._places, self._specs)
 
-    def begin(self) -> list[GatherItem]:
+    def begin(self, pool: BufferPool) -> list[GatherItem]:
         """Put this rank's rows into the full buffer, which holds memory; returns what has to be exchanged."""
         if self._bucket is not None:
-            self._bucket.fill()
+            self._bucket.fill(pool)
         if self._own_chunks:
             # The only bulk pass, over 1/N of the parameters; where dtypes differ it is the cast.
             torch._foreach_copy_(self._own_chunks, self._own_shards)
@@ -265,9 +269,9 @@ class GatherPlan:
         for each in self._scattered:
             each.end(None if self._bucket is None else self._bucket.rows)
 
-    def drop(self) -> None:
+    def drop(self, pool: BufferPool) -> None:
         """What was exchanged is used no more, or was given up."""
         if self._bucket is not None:
-            self._bucket.drain()
+            self._bucket.drain(pool)
         for each in self._scattered:
             each.drop()

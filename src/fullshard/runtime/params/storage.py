@@ -46,7 +46,7 @@ class FullMemory:
         self._versions: list[int] = []
 
     def watch(self, full: Sequence[torch.Tensor]) -> None:
-        """Notice writes to the full parameters, which are at rest."""
+        """Notice writes to the full parameters from now on."""
         self._full = full
         self._versions = [parameter._version for parameter in full]
 
@@ -58,6 +58,7 @@ class FullMemory:
             return None
         assert self._block is None, "the full buffer holds memory already"
         swap_memory(self.storage, block.storage)
+        self.watch(self._full)
         pool.count(nbytes)
         self._block = (shared, block, nbytes)
         return block
@@ -79,10 +80,9 @@ class FullMemory:
         swap_memory(self.storage, block.storage)
         pool.count(-nbytes)
         shared.blocks.give_back(block)
-        before = self._versions
-        self.watch(self._full)
-        if before != self._versions:
-            written = [s.name for s, old, new in zip(specs, before, self._versions, strict=True) if old != new]
+        pairs = zip(specs, self._full, self._versions, strict=True)
+        written = [spec.name for spec, parameter, before in pairs if parameter._version != before]
+        if written:
             raise MisuseError(
                 f"full parameters {written} were written to while they were gathered. They are in memory that the "
                 "ranks of this host share, so other ranks compute with what was written. Write to sharded parameters "
@@ -224,7 +224,7 @@ class FlatBuffers:
         # None of these tensors requires gradients, so what is done to them here and in `end` is not recorded.
         block = self._memory.fill(self.full_bytes, pool, shared, call)
         self._gathering = plan if block is None else plan.in_place
-        return self._gathering.begin(), block
+        return self._gathering.begin(pool), block
 
     def sent_as_is(self) -> bool:
         """Whether the gather under way carries this rank's rows as they are now."""
@@ -243,7 +243,7 @@ class FlatBuffers:
         """Take the memory from under the full buffer and drop the secondary shard."""
         for plan in (self._primary, self._secondary):
             if plan is not None:
-                plan.drop()
+                plan.drop(pool)
         self._gathering = self._secondary = None
         if self.is_full:
             self._memory.drain(pool, self.specs)

@@ -20,7 +20,6 @@ import logging
 import mmap
 import os
 from collections.abc import Hashable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -192,9 +191,6 @@ class Blocks:
             where = f"the {call.op} of unit {call.unit!r}"
             _LOG.warning("no shared memory of %d bytes for %s: from now on ranks exchange messages", nbytes, where)
             return None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a wish; the system may be set to refuse it
-                memory.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes += nbytes
         return Block(slot, memory, words)
 

@@ -15,6 +15,8 @@ from fullshard.runtime.collectives.once import exchange, exchange_flags
 
 # Counters are written with plain stores and read with plain loads. These processors let nobody see two stores of one
 # core in another order than the one they were made in; on others that takes instructions that Python does not have.
+# (Stores past the caches are no exception here: between a kernel's and that of a counter Python takes its global lock
+# again, by an instruction that waits for them. A Python without that lock would need another way.)
 _ORDERED_PROCESSORS = ("x86_64", "AMD64")
 
 _NAME = "fullshard-"

@@ -86,17 +86,18 @@ class Words:
             PeerLostError: The process of one has ended before.
             PeerTimeoutError: That took longer than the time limit.
         """
+        deadline = 0.0
+        words = self._words
         for place in places:
             at = self._at(place, slot, word)
-            words = self._words
             for _ in range(self._looks):
                 if words[at] >= value:
                     break
             else:
-                self._sleep(place, at, value, call)
+                deadline = deadline or time.monotonic() + self._limit_seconds  # one for all of them
+                self._sleep(place, at, value, deadline, call)
 
-    def _sleep(self, place: int, at: int, value: int, call: Call) -> None:
-        deadline = time.monotonic() + self._limit_seconds
+    def _sleep(self, place: int, at: int, value: int, deadline: float, call: Call) -> None:
         address = ctypes.c_void_p(self._address + 4 * at)
         while (now := self._words[at]) < value:
             # Returns at once if the counter has changed since it was read, so no wake-up is missed.
@@ -120,7 +121,7 @@ class Words:
         return CommunicationError(
             f"{call.op} of unit {call.unit!r}: rank {names[place]} is at another command than rank "
             f"{names[self.place]}. Ranks of one group must run their units in the same order; look for what depends on "
-            "the rank (a skipped or swapped module, another number of batches), or set FULLSHARD_DEBUG=1 to be told "
+            "the rank (a forward that raised, a skipped or swapped module, another number of batches), or set FULLSHARD_DEBUG=1 to be told "
             "both commands"
         )
 
