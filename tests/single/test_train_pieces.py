@@ -345,7 +345,7 @@ def test_the_killed_rank_is_blamed_not_its_victims(failure: Callable[..., Proces
         2: failure(-signal.SIGTERM),
     }
     with pytest.raises(RankFailedError, match=r"rank 1 \(pid 77\) was killed by SIGKILL") as caught:
-        _explain(ChildFailedError("x", failures))
+        _explain(ChildFailedError("x", failures), saves=True)
     assert caught.value.exit_code == 1
 
 
@@ -356,12 +356,12 @@ def test_an_error_of_its_own_is_blamed_before_a_lost_peer(failure: Callable[...,
         2: failure(-signal.SIGTERM),
     }
     with pytest.raises(RankFailedError, match="rank 1: ZeroDivisionError: oh"):
-        _explain(ChildFailedError("x", failures))
+        _explain(ChildFailedError("x", failures), saves=True)
 
 
 def test_exit_codes_of_the_ranks_come_through(failure: Callable[..., ProcessFailure]) -> None:
     with pytest.raises(RankFailedError, match=r"^training diverged") as caught:
-        _explain(ChildFailedError("x", {0: failure(4, "DivergedError: training diverged")}))
+        _explain(ChildFailedError("x", {0: failure(4, "DivergedError: training diverged")}), saves=True)
     assert caught.value.exit_code == 4
     for code in (75, 130, 143):
-        assert _explain(ChildFailedError("x", {0: failure(code)})) == code
+        assert _explain(ChildFailedError("x", {0: failure(code)}), saves=True) == code

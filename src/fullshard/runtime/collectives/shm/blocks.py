@@ -166,10 +166,22 @@ class Blocks:
 
     def _make(self, nbytes: int, call: Call) -> Block | None:
         """A new block. The ranks take turns to make the memory, and each says whether it could open it."""
-        if self._made == SLOTS:
+        slot = self._made
+        memory = None
+        if slot < SLOTS:
+            self._made += 1
+            memory = self._open_everywhere(slot, nbytes, call)
+        if memory is None:
+            self._exhausted = True
+            where = f"the {call.op} of unit {call.unit!r}"
+            _LOG.warning("no shared memory of %d bytes for %s: from now on ranks exchange messages", nbytes, where)
             return None
-        words, slot, maker = self._words, self._made, self._made % self._words.size
-        self._made += 1
+        self.nbytes += nbytes
+        return Block(slot, memory, self._words)
+
+    def _open_everywhere(self, slot: int, nbytes: int, call: Call) -> mmap.mmap | None:
+        """Memory that every rank has opened; None if there is none, or one of them may not."""
+        words, maker = self._words, slot % self._words.size
         mine = -1
         try:
             if maker == words.place:
@@ -186,13 +198,7 @@ class Blocks:
         finally:
             if mine >= 0:
                 os.close(mine)
-        if memory is None or any(words.get(place, slot, OPENED) == _NO for place in everybody):
-            self._exhausted = True
-            where = f"the {call.op} of unit {call.unit!r}"
-            _LOG.warning("no shared memory of %d bytes for %s: from now on ranks exchange messages", nbytes, where)
-            return None
-        self.nbytes += nbytes
-        return Block(slot, memory, words)
+        return None if any(words.get(place, slot, OPENED) == _NO for place in everybody) else memory
 
 
 def rounded(nbytes: int) -> int:

@@ -121,8 +121,8 @@ class Words:
         return CommunicationError(
             f"{call.op} of unit {call.unit!r}: rank {names[place]} is at another command than rank "
             f"{names[self.place]}. Ranks of one group must run their units in the same order; look for what depends on "
-            "the rank (a forward that raised, a skipped or swapped module, another number of batches), or set FULLSHARD_DEBUG=1 to be told "
-            "both commands"
+            "the rank (a forward that raised, a skipped or swapped module, another number of batches), or set "
+            "FULLSHARD_DEBUG=1 to be told both commands"
         )
 
     def _has_ended(self, place: int) -> bool:
