@@ -132,3 +132,28 @@ def check_interrupt(rank: int) -> None:
 
 def test_keyboard_interrupt_in_forward_leaves_nothing_stale(cluster: Cluster) -> None:
     cluster.run(check_interrupt)
+
+
+def check_zero_grad_after_failure(rank: int) -> None:
+    """The unit whose backward raised has full parameters registered; its old gradients are behind them."""
+    model = make_stack(count=3)
+    model(batch(rank)).sum().backward()
+    fail = model.blocks[1].register_full_backward_pre_hook(raise_in_backward)
+    with pytest.raises(ValueError, match="bad hook"):
+        model(batch(rank)).sum().backward()
+    fail.remove()
+    model.zero_grad()
+    model(batch(rank)).sum().backward()
+    other = make_stack(count=3)
+    other(batch(rank)).sum().backward()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
+
+
+def raise_in_backward(_module: nn.Module, _gradients: object) -> None:
+    raise ValueError("bad hook")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_zero_grad_after_a_failed_backward_clears_every_unit(cluster: Cluster) -> None:
+    cluster.run(check_zero_grad_after_failure)

@@ -254,6 +254,27 @@ class TwoDtypes(nn.Module):
         return result
 
 
+def check_assigned_while_full(rank: int) -> None:
+    """Loading with assign=True makes new buffers; those that were full give their memory back."""
+    model = make_stack(count=3)
+    step(model, batch(rank))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    made = []
+    for _ in range(6):
+        for block in model.blocks:
+            block.unshard()
+        model.load_state_dict(state, assign=True)
+        made.append(shared_of(model).blocks.nbytes)
+        assert shared_of(model).blocks.free_bytes == made[-1]
+        assert engine_of(model).pool.live_bytes == 0
+    assert made[1] == made[-1]
+    step(model, batch(rank))
+
+
+def test_loading_by_assignment_into_full_units(cluster: Cluster) -> None:
+    cluster.run(check_assigned_while_full)
+
+
 def check_two_dtypes(rank: int) -> None:
     torch.manual_seed(0)
     model = fully_shard(TwoDtypes(), reshard_after_forward=True)

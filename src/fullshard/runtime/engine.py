@@ -73,7 +73,6 @@ class Engine:
         self.story = Story(units, self.log)
         self.unproven = False
         self.written: set[int] = set()
-        self.boundary = Boundary(units)
         self.watch: Callable[[Unit, Callable[[Unit], None]], None] | None = None
         self.ignored: IgnoredGradients | None = None
         self._check: OrderCheck | None = None
@@ -83,6 +82,7 @@ class Engine:
         self._linker = Linker(self.pool, units[0].wishes.streams or make_streams(device))
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.start(name, index, self._linker.resources(unit))
+        self.boundary = Boundary(units)
         self.set_debug(any(wants_debug(unit) for unit in units))
         self._settle_memory()
         for unit in units:
@@ -324,6 +324,8 @@ class Engine:
             self.on(Event(EventKind.FORWARD_FAILED, unit.index, inside_backward=inside_backward))
         except CommunicationError:
             self._release_all()
+        except MisuseError:
+            pass  # full parameters were written to, too
 
     def abort(self) -> None:
         """Give up the current step: every unit returns to sharded, and the next step just works.

@@ -159,8 +159,12 @@ def _part(flow: GradientFlow, region: Region) -> Part:
 
 
 def _ends_within_a_vector(part: Part, shard: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Whether joining what follows would change how the last elements are rounded."""
-    if not group.get("fused") or shard.device.type != "cpu":
+    """Whether joining what follows would change how the last elements are rounded.
+
+    Kernels of a CPU compute what fills no vector in another way: fused ones with other instructions, and all of them,
+    in 16-bit types, rounding after each operation where vectors round once.
+    """
+    if shard.device.type != "cpu" or (shard.itemsize >= 4 and not group.get("fused")):
         return False
     return (part.stop - part.start) * shard.itemsize % _VECTOR_BYTES != 0
 
