@@ -29,21 +29,21 @@ UNIT_PARAMETERS = 100
 
 
 def measure(engine: str, units: int, world_size: int) -> dict[str, float]:
-    """Seconds of each stage."""
+    """Seconds of the thread's processor time for each stage."""
     join_fake_world(world_size)
     inputs = torch.randn(2, WIDTH)
     warm_up = make_model(2)  # imports, and what is made once a process
     shard(warm_up, engine, world_size)
     warm_up(inputs).sum().backward()
     model = make_model(units)
-    moments = [time.perf_counter()]
+    moments = [time.thread_time()]
     shard(model, engine, world_size)
-    moments.append(time.perf_counter())
+    moments.append(time.thread_time())
     for _ in range(2):
         output = model(inputs)
-        moments.append(time.perf_counter())
+        moments.append(time.thread_time())
         output.sum().backward()
-        moments.append(time.perf_counter())
+        moments.append(time.thread_time())
     return {stage: after - before for stage, before, after in zip(STAGES, moments[:-1], moments[1:], strict=True)}
 
 
@@ -52,14 +52,14 @@ def plan_many(world_size: int) -> dict[str, float]:
     specs = [ParamSpec(f"layers.{i}.weight", (64, 64), "float32", 4, trainable=i % 50 != 0) for i in range(PARAMETERS)]
     found = {}
     for what, size in (("one unit", PARAMETERS), (f"units of {UNIT_PARAMETERS}", UNIT_PARAMETERS)):
-        started = time.perf_counter()
+        started = time.thread_time()
         for begin in range(0, PARAMETERS, size):
             unit = specs[begin : begin + size]
             layout = plan_layout(unit, world_size)
             trainable = [spec.trainable for spec in unit]
             layout.gradient_numel(trainable)
             list(layout.gaps(0, trainable))
-        found[what] = time.perf_counter() - started
+        found[what] = time.thread_time() - started
     return found
 
 
