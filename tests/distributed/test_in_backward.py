@@ -275,3 +275,18 @@ def check_reentrant(rank: int) -> None:
 
 def test_a_block_that_is_recomputed_twice_is_updated_once(cluster: Cluster) -> None:
     cluster.run(check_reentrant)
+
+
+def check_shared_parameters(rank: int) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    first = optim.flat(torch.optim.SGD, model[0].parameters(), lr=0.1, in_backward=True)
+    other = optim.flat(torch.optim.SGD, model[1].parameters(), lr=0.1, in_backward=True)
+    with pytest.raises(MisuseError, match="in two optimizers of which each was made with in_backward"):
+        optim.flat(torch.optim.SGD, model.parameters(), lr=0.2, in_backward=True)
+    model(torch.ones(2, 8)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    del first, other
+
+
+def test_a_parameter_has_one_optimizer_in_backward(cluster: Cluster) -> None:
+    cluster.run(check_shared_parameters)

@@ -64,7 +64,9 @@ def fully_shard(  # noqa: PLR0913 - torch's signature
         ignored_params: Parameters to leave as they are: not sharded, not moved, gradients not reduced.
         dp_mesh_dims: Which dims of `mesh` are data-parallel, if all parameters are `DTensor`s on the whole `mesh`.
         transport: "shm" (memory that CPU ranks of one host share; messages between hosts), "direct" (messages),
-            "torch" (the backend's collectives), or "auto": on Gloo "shm" if ranks share a host, else "direct".
+            "torch" (the backend's collectives), or "auto": on Gloo "shm" if ranks share a host, else "direct". With
+            "shm" a model must not write to its parameters in forward: other ranks compute with the same memory. That
+            is refused, unless it writes through `.data`, which nothing notices.
         sharding_strategy: A name for mesh axes and `reshard_after_forward` together, and more (NO_SHARD, ZERO1); see
             `ShardingStrategy`. Not together with `reshard_after_forward`.
         average_ignored_grads: Of the root: True averages the gradients of parameters that are not sharded (ignored, or

@@ -152,7 +152,8 @@ def _require_budget(units: list[Unit]) -> None:
         raise MisuseError(
             f"reshard_after_forward='auto' (of {len(fit)} units) needs to know how many bytes of full parameters may "
             "stay from forward to backward: call model.set_keep_bytes(number) on every rank before the first forward. "
-            f"All units together have {sum(unit.full_bytes for unit in units)} bytes as they are stored"
+            f"All units together have {sum(unit.full_bytes for unit in units)} bytes as they are stored. (A part of "
+            "the model that is run or unsharded before the model itself needs a number of its own.)"
         )
 
 

@@ -22,12 +22,24 @@ class InBackwardOptimizer(FlatOptimizer):
 
     def attach(self) -> None:
         """Let the units that hold the parameters call `update_unit`; they do not keep the optimizer alive."""
-        for unit in self._current_plan().works:
+        units = list(self._current_plan().works)
+        self._refuse_shared([other for unit in units for other in unit.wishes.live_updaters()])
+        for unit in units:
             if all(updater is not self for updater in unit.wishes.live_updaters()):
                 unit.wishes.updaters.append(weakref.ref(self))
             unit.policy = replace(unit.policy, update_in_backward=True)
             if unit.engine is not None:
                 unit.engine.set_unit_policy(unit, unit.policy)
+
+    def _refuse_shared(self, others: list[Any]) -> None:
+        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for other in others:
+            if other is not self and any(id(p) in mine for group in other.param_groups for p in group["params"]):
+                raise MisuseError(
+                    f"a parameter is in two optimizers of which each was made with in_backward=True: the first one "
+                    f"({type(other).__name__}) frees its gradient, so the second would never update it. Give every "
+                    "parameter to one of them, or let go of the first one before the second is made"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimizer; also called while one is made, before there is anything to attach to."""
