@@ -73,10 +73,9 @@ class FSDPModule:
             MisuseError: Its forward or backward is running.
         """
         unit = unit_of(self)
-        engine = unit.engine
-        if engine is not None:
+        if (engine := unit.engine) is not None:
             engine.recover()
-            engine.on(Event(EventKind.RESHARD, unit.index))
+            engine.bring_to_rest(unit)
 
     def reset_iter_state(self) -> None:
         """Give up a step that failed: every unit is sharded, and what it has not reduced is forgotten.

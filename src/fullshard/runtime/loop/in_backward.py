@@ -67,8 +67,9 @@ class InBackwardOptimizer(FlatOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # The first thing that a loss scaler asks in its `step`.
         raise MisuseError(
-            f"loss scaling cannot be used here: {_WHY}, before the scaler can divide them or find an overflow. Train "
-            "in bfloat16, which needs no scaling, or make the optimizer without in_backward"
+            f"loss scaling cannot be used here: {_WHY}, before the scaler can divide them or find an overflow. (This "
+            "backward has updated with scaled gradients already: start again from the last good state.) Train in "
+            "bfloat16, which needs no scaling, or make the optimizer without in_backward"
         )
 
     @_step_supports_amp_scaling.setter
@@ -84,6 +85,7 @@ def refuse_clipping(units: list[Unit]) -> None:
     """
     if any(unit.wishes.updaters and unit.wishes.live_updaters() for unit in units):
         raise MisuseError(
-            f"gradients cannot be clipped by their global norm: {_WHY}, before the norm is known. Limit them unit by "
-            "unit in set_all_reduce_hook, or make the optimizer without in_backward"
+            f"gradients cannot be clipped by their global norm: {_WHY}, before the norm is known. (This "
+            "backward has updated with gradients that are not clipped.) Limit them unit by unit in "
+            "set_all_reduce_hook, or make the optimizer without in_backward"
         )
