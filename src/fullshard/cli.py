@@ -248,6 +248,9 @@ def _bench_rank(settings: Settings, place: Place, options: argparse.Namespace, s
     from fullshard.tools.bench.show import print_finding
 
     plan = quick_plan(subject) if options.quick else Plan(subject=subject)
+    if place.rank == 0:
+        what = "links, matrices and copies" + ("" if subject is None else f", and steps of {subject.title}")
+        Console(stderr=True).print(f"measuring {what} ...", markup=False, soft_wrap=True)
     with joined(settings.config, place) as world:
         finding = run_bench(plan, world.device, place.local_size)
     if place.rank == 0:
