@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -444,3 +445,15 @@ def test_a_run_that_is_stopped_too_early_has_no_profile(cluster: Cluster, tmp_pa
         assert trained.ending == "preempted"
         assert "no profile: it is of steps 3 to 8 of a session, and this one had 4" in notes
     assert not (tmp_path / "runs" / "a" / "profile").exists()
+
+
+def profiled_on_a_full_disk(rank: int, config: Config) -> tuple[Trained, list[str]]:
+    with mock.patch("fullshard.Profile.write_trace", side_effect=OSError(28, "No space left on device")):
+        return profiled(rank, config)
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path), profile=ProfileConfig(enabled=True, start=1, steps=4))
+    for trained, notes in cluster.run(profiled_on_a_full_disk, config):
+        assert trained.ending == "finished"
+        assert any("cannot be written" in note and "No space left on device" in note for note in notes)

@@ -56,16 +56,21 @@ class StepProfile:
         closed, self._open = self._open, None
         if closed is not None and closed.complete:
             self.found = closed
-            self._world.on_first(self._write)
-            view.note(f"wrote {self._folder / TRACE_FILE}; open it in https://ui.perfetto.dev")
+            view.note(self._world.on_first(self._write))
         elif self._config.enabled and self.found is None:
             first, last = self._config.start + 1, self._config.start + self._config.steps
             view.note(f"no profile: it is of steps {first} to {last} of a session, and this one had {self._steps}")
 
-    def _write(self) -> None:
+    def _write(self) -> str:
+        """Write the files, and return what to tell. A run does not end for want of them: a full disk is no error here."""
         assert self.found is not None
-        self._folder.mkdir(exist_ok=True)
-        self.found.write_trace(self._folder / TRACE_FILE)
-        summary = self.found.summary()
-        (self._folder / TEXT_FILE).write_text(f"{summary}\n", encoding="utf-8")
-        (self._folder / NUMBERS_FILE).write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
+        trace = self._folder / TRACE_FILE
+        try:
+            self._folder.mkdir(exist_ok=True)
+            self.found.write_trace(trace)
+            summary = self.found.summary()
+            (self._folder / TEXT_FILE).write_text(f"{summary}\n", encoding="utf-8")
+            (self._folder / NUMBERS_FILE).write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            return f"the profile cannot be written to {self._folder}: {error.strerror}. The summary comes at the end"
+        return f"wrote {trace}; open it in https://ui.perfetto.dev"
