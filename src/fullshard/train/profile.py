@@ -62,7 +62,7 @@ class StepProfile:
             view.note(f"no profile: it is of steps {first} to {last} of a session, and this one had {self._steps}")
 
     def _write(self) -> str:
-        """Write the files, and return what to tell. A run does not end for want of them: a full disk is no error here."""
+        """Write the files, and return what to tell. A full disk is no error: a run does not end for want of them."""
         assert self.found is not None
         trace = self._folder / TRACE_FILE
         try:
