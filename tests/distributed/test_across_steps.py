@@ -90,7 +90,7 @@ def check_begins_early(rank: int, flat: bool, transport: str) -> None:
     check_values_in_use(rank, model)
 
 
-@pytest.mark.parametrize(("flat", "transport"), [(False, "direct"), (False, "auto"), (False, "torch"), (True, "auto")])
+@pytest.mark.parametrize(("flat", "transport"), [(False, "direct"), (False, "auto"), (True, "auto")])
 def test_the_next_step_begins_when_its_first_units_are_written(cluster: Cluster, flat: bool, transport: str) -> None:
     """No gather more than without it, and between steps no more memory than where a forward begins."""
     cluster.run(check_begins_early, flat, transport)
@@ -201,11 +201,12 @@ def check_rank_differs(rank: int, transport: str) -> None:
             optimizer.step()
         check_values_in_use(rank, model)
     train(rank, model, optimizer, 2, first=4)
-    assert begun(model) == [0, 1]
+    # Where collectives are matched by their order, what one rank begins alone would meet another one of its peers.
+    assert begun(model) == ([] if transport == "torch" else [0, 1])
     check_values_in_use(rank, model)
 
 
-@pytest.mark.parametrize("transport", ["direct", "auto"])
+@pytest.mark.parametrize("transport", ["direct", "auto", "torch"])
 def test_an_optimizer_that_steps_on_one_rank_only(cluster: Cluster, transport: str) -> None:
     """What one rank has begun the others take part in, and nobody uses it."""
     cluster.run(check_rank_differs, transport)

@@ -187,8 +187,8 @@ class FSDPModule:
     def set_prefetch_across_steps(self, enable: bool = True) -> None:
         """True gathers the first units of the next step as soon as optimizers have written them; on every rank alike.
 
-        What is written after that is noticed on any rank, and gathered again. It costs one small message a step, and
-        between steps as much memory as when a forward begins: the root, and what may be gathered ahead.
+        What is written after that is noticed on any rank, and gathered again. It costs a small message a step, and
+        between steps the memory that a beginning forward has. The torch transport begins nothing early.
         """
         unit = self._root()
         unit.wishes.across_steps = enable
