@@ -274,7 +274,7 @@ def check_end(rank: int, transport: str) -> None:
     del model
 
 
-@pytest.mark.parametrize("transport", ["direct", "auto", "torch"])
+@pytest.mark.parametrize("transport", ["direct", "auto"])
 def test_a_loop_may_end_with_a_gather_under_way(cluster: Cluster, transport: str) -> None:
     """The model is dropped, the group goes on or is destroyed: nothing hangs, nothing warns."""
     cluster.run(check_end, transport)

@@ -109,6 +109,7 @@ class _Bucket:
         size, numel = layout.size, layout.packed_numel
         self._storage = torch.UntypedStorage(size * numel * dtype.itemsize, device=source.device)
         self._nbytes = self._storage.nbytes()
+        self._pool: BufferPool | None = None
         self.rows = torch.empty(0, dtype=dtype, device=source.device)
         self.rows.set_(self._storage, 0, (size, numel), (numel, 1))
         self.own = self.rows[rank]
@@ -116,15 +117,16 @@ class _Bucket:
         self.item = GatherItem("small parameters", self.rows.view(-1), numel, size * numel)
 
     def fill(self, pool: BufferPool) -> None:
-        """Put memory under it."""
+        """Put memory of `pool` under it."""
+        self._pool = pool
         pool.fill(self._storage, self._nbytes)
 
-    def drain(self, pool: BufferPool | None = None) -> None:
-        """Take the memory away; it goes to the pool that it came from."""
-        if pool is None:
+    def drain(self) -> None:
+        """Take the memory away, if there is any."""
+        if self._pool is None:
             self._storage.resize_(0)
         elif self._storage.nbytes():
-            pool.drain(self._storage)
+            self._pool.drain(self._storage)
 
 
 class InPlace:
@@ -174,7 +176,7 @@ class InPlace:
     def end(self) -> None:
         """Every rank has written its rows where they belong."""
 
-    def drop(self, _pool: BufferPool) -> None:
+    def drop(self) -> None:
         """The gather was given up."""
 
 
@@ -268,10 +270,12 @@ class GatherPlan:
             torch._foreach_copy_(self._unpacked, self._packed)
         for each in self._scattered:
             each.end(None if self._bucket is None else self._bucket.rows)
+        if self._bucket is not None and self.layout.size == 1:
+            self._bucket.drain()  # nothing of it is on the wire
 
-    def drop(self, pool: BufferPool) -> None:
+    def drop(self) -> None:
         """What was exchanged is used no more, or was given up."""
         if self._bucket is not None:
-            self._bucket.drain(pool)
+            self._bucket.drain()
         for each in self._scattered:
             each.drop()

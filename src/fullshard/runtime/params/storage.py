@@ -243,7 +243,7 @@ class FlatBuffers:
         """Take the memory from under the full buffer and drop the secondary shard."""
         for plan in (self._primary, self._secondary):
             if plan is not None:
-                plan.drop(pool)
+                plan.drop()
         self._gathering = self._secondary = None
         if self.is_full:
             self._memory.drain(pool, self.specs)
