@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fullshard.core.bars import bar
 from fullshard.core.profile import COMMUNICATION, COMPUTE, OTHER, RankProfile
 
 _SHOWN_WAITS = 5
 _BAR_WIDTH = 24
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 _FIRST = (COMPUTE, *COMMUNICATION, OTHER)
 
 
@@ -95,7 +95,7 @@ class Summary:
             if many:
                 each = [1e3 * rank.parts.get(name, 0.0) for rank in self.ranks]
                 line += f"  {min(each):>9.2f}  {max(each):>9.2f}"
-            lines.append(f"{line}  {_bar(share)}".rstrip())
+            lines.append(f"{line}  {bar(share, _BAR_WIDTH)}".rstrip())
         return lines
 
     def _communication(self) -> list[str]:
@@ -112,11 +112,6 @@ class Summary:
     def _waits(self) -> Sequence[str]:
         lines = [f"{1e3 * seconds:>8.2f} ms  {label}" for label, seconds in list(self.waits.items())[:_SHOWN_WAITS]]
         return [f"{'longest waits' if not i else '':<16}{line}" for i, line in enumerate(lines)]
-
-
-def _bar(share: float) -> str:
-    whole, eighths = divmod(round(8 * _BAR_WIDTH * min(1.0, max(0.0, share))), 8)
-    return "█" * whole + _EIGHTHS[eighths].strip()
 
 
 def _mib(count: int) -> str:

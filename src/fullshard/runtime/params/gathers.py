@@ -133,27 +133,17 @@ class InPlace:
     """What a gather into a block needs, made once: every rank writes its rows where all ranks of its host read them.
 
     Args:
-        layout: Whose chunks the ranks of the gathering group hold.
-        rank: This rank in that group.
-        source: Flat shard with that layout.
-        places: Per parameter its padded range of the full buffer, 1-D.
-        specs: The parameters.
+        plan: The same gather into memory of this rank alone.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        rank: int,
-        source: torch.Tensor,
-        places: list[torch.Tensor],
-        specs: Sequence[ParamSpec],
-    ) -> None:
+    def __init__(self, plan: GatherPlan) -> None:
         self._targets: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
         self._items: list[GatherItem] = []
+        layout, rank = plan.layout, plan.rank
         for region in layout.regions:
-            spec, place = specs[region.index], places[region.index]
-            rows = local_range(source, region, layout.size, rank)
+            spec, place = plan.specs[region.index], plan.places[region.index]
+            rows = local_range(plan.source, region, layout.size, rank)
             if spec.shard_dim:
                 start, stop = region.rank_rows(layout.size, rank)
                 target = rows_of(place.narrow(0, 0, spec.numel).view(spec.shape), spec, start, stop)
@@ -201,9 +191,9 @@ class GatherPlan:
     ) -> None:
         self.layout = layout
         self.source = source
-        self._rank = rank
-        self._places = places
-        self._specs = specs
+        self.rank = rank
+        self.places = places
+        self.specs = specs
         self._dtype = places[0].dtype
         self._own_chunks: list[torch.Tensor] = []  # this rank's rows of large parameters, in the full buffer
         self._own_shards: list[torch.Tensor] = []  # the same rows, in the flat shard
@@ -240,7 +230,7 @@ class GatherPlan:
     @functools.cached_property
     def in_place(self) -> InPlace:
         """The same gather into a block. Asked for while the full buffer holds memory: an empty one has no views."""
-        return InPlace(self.layout, self._rank, self.source, self._places, self._specs)
+        return InPlace(self)
 
     def begin(self, pool: BufferPool) -> list[GatherItem]:
         """Put this rank's rows into the full buffer, which holds memory; returns what has to be exchanged."""
@@ -253,13 +243,13 @@ class GatherPlan:
         if not staged:
             return self._items
         size = self.layout.size
-        own = [local_range(self.source, each.region, size, self._rank) for each in staged]
-        return [each.begin(rows, self._rank, size) for each, rows in zip(staged, own, strict=True)] + self._items
+        own = [local_range(self.source, each.region, size, self.rank) for each in staged]
+        return [each.begin(rows, self.rank, size) for each, rows in zip(staged, own, strict=True)] + self._items
 
     def sent_as_is(self) -> bool:
         """Whether this rank's rows still are, bit by bit, what it put into the exchange that is under way."""
         pairs = list(zip(self._own_chunks, self._own_shards, strict=True))
-        size, rank = self.layout.size, self._rank
+        size, rank = self.layout.size, self.rank
         alone = [each for each in self._scattered if not each.region.packed]
         pairs += [each.sent(local_range(self.source, each.region, size, rank), rank) for each in alone]
         return all(same_bits(sent, rows) for sent, rows in pairs)

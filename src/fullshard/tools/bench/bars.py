@@ -1,12 +1,10 @@
-"""Bars made of characters, for tables on a terminal and in files."""
+"""Bars of measured values: what was measured at all is seen."""
 
 from __future__ import annotations
 
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
+from fullshard.core import bars
 
 
 def bar(part: float, width: int) -> str:
-    """A bar whose length is `part` (0 to 1) of `width` characters, to an eighth of one."""
-    eighths = round(max(0.0, min(1.0, part)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + _EIGHTHS[rest]).rstrip() or ("▏" if part > 0 else "")
+    """See `fullshard.core.bars.bar`; a part that is too small for it is as thin as can be, not nothing."""
+    return bars.bar(part, width) or ("▏" if part > 0 else "")
