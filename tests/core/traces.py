@@ -134,7 +134,7 @@ class Emitter:
     _in_backward: set[int] = field(default_factory=set)
     _full_gradients: set[int] = field(default_factory=set)
     _ran: dict[int, set[int]] = field(default_factory=dict)
-    _done: set[int] = field(default_factory=set)  # ids of calls that have no backward (any more)
+    _done: set[Call] = field(default_factory=set)  # without a backward (any more); kept, or ids come again
     _stop_at: Call | None = None
     _unwound: int = 0
 
@@ -171,14 +171,14 @@ class Emitter:
             try:
                 self.forward(inner, grad=grad and call.way is not Way.FROZEN, inside=inside)
             except Failed:
-                self._done.add(id(inner))
+                self._done.add(inner)
                 self._unwound += 1
                 if self._unwound < self.caught_after:
                     raise
         if call.way is Way.INNER_GRAD and grad and not inside:
             for inner in reversed(call.inner):
                 self.backward(inner)
-                self._done.add(id(inner))
+                self._done.add(inner)
             self.end_backward()
         if call is self._stop_at:
             raise Stopped
@@ -199,7 +199,7 @@ class Emitter:
 
     def backward(self, call: Call) -> None:
         """The backward of one call, its part of a graph task."""
-        if id(call) in self._done or call.way in (Way.FROZEN, Way.UNUSED):
+        if call in self._done or call.way in (Way.FROZEN, Way.UNUSED):
             return
         if call.way is Way.REENTRANT:
             self.forward(call, inside=True)
