@@ -1,0 +1,1 @@
+"""What a checkpoint is, as integers: which part of which tensor lies in which file."""
