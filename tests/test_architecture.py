@@ -45,7 +45,7 @@ REGISTRY_OF_ENGINES = "torch.distributed._composable.contract"
 RUNTIME_ORDER = (
     *("device", "dtensors", "graphs", "names", "policy", "registry", "tree", "inputs"),
     *("collectives", "params", "unit", "failures", "values", "boundary", "linker", "engine", "loop"),
-    *("build", "hooks", "unshard", "module", "attach", "profile", "api", "whole"),
+    *("build", "hooks", "unshard", "module", "attach", "profile", "api", "whole", "checkpoint"),
 )
 
 # Signatures that copy a public function of torch, argument by argument.

@@ -6,6 +6,10 @@ FullshardError
  |    +-- StaleOptimizerError   an optimizer holds parameters from before sharding
  |    +-- UninitializedError    parameters or buffers still hold no values
  +-- RanksDisagreeError     ranks of one group built different models or plans
+ +-- CheckpointError        a checkpoint cannot be written or read
+ |    +-- CheckpointExistsError     there is one already, and it was not asked to replace it
+ |    +-- CheckpointDamagedError    a file is missing, cut short or altered
+ |    +-- CheckpointMismatchError   it holds other things than what it is loaded into
  +-- CommunicationError     a collective did not complete
       +-- PeerTimeoutError      peers did not arrive within the time limit
       +-- PeerLostError         a peer closed its connection (it died or left)
@@ -50,3 +54,19 @@ class PeerTimeoutError(CommunicationError, TimeoutError):
 
 class PeerLostError(CommunicationError, ConnectionError):
     """A peer's connection closed while a command was waiting for it."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A checkpoint of this step is in place, and `overwrite` was not asked for."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint is not as it was written: a file is missing, cut short, or altered."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """What a checkpoint holds is not what it is to be loaded into; nothing was changed."""

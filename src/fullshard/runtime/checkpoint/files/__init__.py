@@ -1,0 +1,1 @@
+"""A checkpoint as files. Nothing here communicates, and nothing trusts what it reads."""

@@ -1,0 +1,194 @@
+"""A checkpoint that lies in a folder: its manifest, and any part of any tensor."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+
+from fullshard.core.ckpt.boxes import Box
+from fullshard.core.ckpt.manifest import DTYPE_BYTES, Manifest, ManifestError, TensorEntry, file_name
+from fullshard.errors import CheckpointDamagedError, CheckpointError
+from fullshard.runtime.checkpoint.files.checks import checksum
+from fullshard.runtime.checkpoint.files.memory import torch_dtype
+from fullshard.runtime.checkpoint.files.reading import PORTION_BYTES, Buffer, TensorFile, open_regular
+
+MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 30
+_OPEN_FILES = 16
+_TRAILER = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\n')
+_TRAILER_BYTES = len(', "checksum": "0123456789abcdef"}\n')
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The content of a manifest's file: JSON whose last member is a checksum of what stands before it."""
+    body = manifest.to_text().encode()[:-1]
+    return body + f', "checksum": "{checksum(body):016x}"}}\n'.encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint that may come from anyone.
+
+    Raises:
+        CheckpointDamagedError: There is none, or it is damaged.
+        CheckpointError: It cannot be read.
+    """
+    path = folder / MANIFEST_FILE
+    file, nbytes = open_regular(path)
+    with os.fdopen(file, "rb") as opened:
+        if nbytes > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{path} has {nbytes} bytes, more than any real manifest")
+        data = opened.read(nbytes)
+    found = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
+    if found is None:
+        raise CheckpointDamagedError(f"{path} does not end with its checksum: it is cut short, or no manifest")
+    if int(found[1], 16) != checksum(memoryview(data)[:-_TRAILER_BYTES]):
+        raise CheckpointDamagedError(f"{path} is damaged: its content does not fit its checksum")
+    try:
+        return Manifest.from_text(data)
+    except ManifestError as error:
+        raise CheckpointDamagedError(f"{path}: {error}") from None
+
+
+class Checkpoint:
+    """A checkpoint in a folder. Nothing is read but what is asked for, through one buffer.
+
+    Args:
+        path: The folder itself may be reached by a link; nothing in it may be one.
+        verify: Compare what is read with its checksums.
+
+    Raises:
+        CheckpointDamagedError: It has no manifest, or one that is damaged.
+    """
+
+    def __init__(self, path: Path, verify: bool = True) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self._verify = verify
+        self._buffer = Buffer()
+        self._files: OrderedDict[int, TensorFile] = OrderedDict()  # the latest ones; there may be thousands
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def entry(self, name: str) -> TensorEntry:
+        """Shape and dtype of a tensor, by any of its names."""
+        return self.manifest.tensors[self.manifest.resolve(name)]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """All of a tensor, on the CPU."""
+        entry = self.entry(name)
+        made = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        self.read(name, Box.whole(entry.shape), made)
+        return made
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        """Read part of a tensor, wherever its rows are.
+
+        Args:
+            name: Of the tensor.
+            box: Which part.
+            out: Tensor of shape `box.sizes`, of any dtype and on any device.
+
+        Raises:
+            CheckpointDamagedError: A file is missing, or is not as it was written.
+        """
+        name = self.manifest.resolve(name)
+        entry = self.manifest.tensors[name]
+        for rank, piece in self.manifest.division_of(name).overlapping(entry.shape, box):
+            part = piece.overlap(box)
+            assert part is not None
+            file = self._open(rank)
+            self._check_span(file, name, piece)
+            target = out[part.within(box)] if box.sizes else out
+            _copy_part(file, name, piece, part, target)
+
+    def check_file(self, rank: int) -> None:
+        """Verify every byte of one rank's file, and that it holds what the manifest says.
+
+        Raises:
+            CheckpointDamagedError: It is not as it was written.
+        """
+        file = self._open(rank)
+        pieces = self.manifest.pieces(rank)
+        unexpected = sorted(file.spans.keys() - pieces.keys())
+        if unexpected:
+            raise CheckpointDamagedError(f"{file.path} holds {unexpected[:5]}, of which the manifest says nothing")
+        for name, piece in pieces.items():
+            self._check_span(file, name, piece)
+            for start in range(0, file.spans[name].nbytes, PORTION_BYTES):
+                file.portion(name, start, min(start + PORTION_BYTES, file.spans[name].nbytes))
+
+    def _open(self, rank: int) -> TensorFile:
+        file = self._files.pop(rank, None)
+        if file is None:
+            while len(self._files) >= _OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+            file = TensorFile(self.path / file_name(rank), self.manifest.files[rank], self._buffer, self._verify)
+        self._files[rank] = file
+        return file
+
+    def _check_span(self, file: TensorFile, name: str, piece: Box) -> None:
+        dtype = self.manifest.tensors[name].dtype
+        span = file.spans.get(name)
+        if span is None or span.shape != piece.sizes or span.dtype != dtype:
+            found = "nothing" if span is None else f"{span.dtype} {list(span.shape)}"
+            raise CheckpointDamagedError(
+                f"{file.path}: expected {dtype} {list(piece.sizes)} of tensor {name!r}, found {found}"
+            )
+
+
+def _copy_part(file: TensorFile, name: str, piece: Box, part: Box, out: torch.Tensor) -> None:
+    """Copy `part` of the `piece` that is in a file to `out`, a view of the shape of `part`.
+
+    Rows of the file are read whole, where they are not too long, and what is not wanted of them is left out.
+    """
+    span = file.spans[name]
+    dtype, itemsize = torch_dtype(span.dtype), DTYPE_BYTES[span.dtype]
+    for begin, rows, inner in _runs(piece, part, PORTION_BYTES // itemsize):
+        shape = inner.sizes
+        stop = begin + prod(shape)
+        data = file.portion(name, begin * itemsize, stop * itemsize).view(dtype).view(shape)
+        out[rows.within(part)].copy_(data[rows.within(inner)])
+
+
+def _runs(piece: Box, part: Box, limit: int) -> Iterator[tuple[int, Box, Box]]:
+    """Consecutive elements of `piece` that together hold `part`: (first element, what of `part`, box of the run).
+
+    Each run has at most `limit` elements.
+    """
+    dims = len(piece.sizes)
+    strides = [prod(piece.sizes[dim + 1 :]) for dim in range(dims)]
+
+    def descend(run: Box, wanted: Box, begin: int, dim: int) -> Iterator[tuple[int, Box, Box]]:
+        # `run` has one index in each dimension before `dim`, and all from there on.
+        if dim == dims:
+            yield begin, wanted, run
+            return
+        start = wanted.offsets[dim] - run.offsets[dim]
+        stop = start + wanted.sizes[dim]
+        step = max(limit // max(strides[dim], 1), 1)
+        deeper = strides[dim] > limit
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            rows = run.narrowed(dim, first, last)
+            some = wanted.narrowed(dim, first - start, last - start)
+            if deeper:
+                yield from descend(rows, some, begin + first * strides[dim], dim + 1)
+            else:
+                yield begin + first * strides[dim], some, rows
+
+    yield from descend(piece, part, 0, 0)

@@ -1,0 +1,184 @@
+"""Files of checkpoints: written and read in ranges, verified, and what the library safetensors reads and writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fullshard.core.ckpt.boxes import Box, Division
+from fullshard.core.ckpt.manifest import Manifest, TensorEntry, file_name
+from fullshard.errors import CheckpointDamagedError, CheckpointError
+from fullshard.runtime.checkpoint.files import folder as folder_module
+from fullshard.runtime.checkpoint.files.checks import BLOCK_BYTES
+from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint, manifest_bytes
+from fullshard.runtime.checkpoint.files.memory import dtype_name, torch_dtype
+from fullshard.runtime.checkpoint.files.reading import Buffer, TensorFile
+from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
+
+ROWS = Division((3,), (0, 1, 2), ((0, 0),))
+COLUMNS = Division((3,), (2, 0, 1), ((1, 0),))
+BOTH = Division((3, 1), (0, 1, 2), ((1, 1), (1, 0)))
+
+
+def write(path: Path, tensors: dict[str, tuple[torch.Tensor, Division]], ranks: int = 3) -> Path:
+    """A checkpoint of whole tensors, as its ranks would write it."""
+    divisions = list({id(d): d for _, d in tensors.values()}.values())
+    entries = {
+        name: TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), divisions.index(division))
+        for name, (tensor, division) in tensors.items()
+    }
+    manifest = Manifest(7, ranks, tuple(divisions), entries, {"other": next(iter(tensors))}, (), {"note": {"a": [1]}})
+    path.mkdir()
+    files = []
+    for rank in range(ranks):
+        pieces = [
+            piece_of(
+                name, tensors[name][0][box.within(Box.whole(entries[name].shape))] if box.sizes else tensors[name][0]
+            )
+            for name, box in manifest.pieces(rank).items()
+        ]
+        files.append(write_file(path / file_name(rank), pieces))
+    manifest = replace(manifest, files=tuple(files))
+    (path / MANIFEST_FILE).write_bytes(manifest_bytes(manifest))
+    return path
+
+
+def menagerie() -> dict[str, tuple[torch.Tensor, Division]]:
+    torch.manual_seed(0)
+    return {
+        "model/rows": (torch.randn(7, 5), ROWS),
+        "model/columns": (torch.randn(4, 301), COLUMNS),
+        "model/deep": (torch.randn(2, 9, 3).bfloat16(), BOTH),
+        "model/bytes": (torch.randint(0, 255, (13,), dtype=torch.uint8), ROWS),
+        "model/flags": (torch.rand(5) > 0.5, ROWS),
+        "model/number": (torch.tensor(3.5, dtype=torch.float64), Division.whole_on(1)),
+        "model/nothing": (torch.empty(0, 4), ROWS),
+        "model/large": (torch.randn(3 * BLOCK_BYTES // 4 + 1, 2), ROWS),
+    }
+
+
+def test_whole_tensors_are_those_that_were_written(tmp_path: Path) -> None:
+    tensors = menagerie()
+    with Checkpoint(write(tmp_path / "c", tensors)) as checkpoint:
+        for name, (tensor, _) in tensors.items():
+            assert torch.equal(checkpoint.tensor(name), tensor)
+        assert torch.equal(checkpoint.tensor("other"), tensors["model/rows"][0])
+        for rank in range(3):
+            checkpoint.check_file(rank)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_box_of_any_division_is_read(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """Also in portions smaller than a row."""
+    monkeypatch.setattr(folder_module, "PORTION_BYTES", data.draw(st.sampled_from([8, 24, 100, 1 << 20])))
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    dims = data.draw(st.lists(st.integers(0, len(shape) - 1), max_size=2))
+    division = Division((2, 2), (1, 3, 0, 2), tuple((dim, axis) for axis, dim in enumerate(dims)))
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    box = Box(offsets, tuple(data.draw(st.integers(1, size - a)) for size, a in zip(shape, offsets, strict=True)))
+    tensor = torch.arange(prod(shape)).view(shape).double()
+    path = write(tmp_path_factory.mktemp("c") / "c", {"t": (tensor, division)}, ranks=4)
+    out = torch.full(box.sizes, -1.0, dtype=data.draw(st.sampled_from([torch.float64, torch.float32])))
+    with Checkpoint(path) as checkpoint:
+        checkpoint.read("t", box, out)
+    assert torch.equal(out, tensor[box.within(Box.whole(shape))].to(out.dtype))
+
+
+def test_the_library_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
+    tensors = menagerie()
+    path = write(tmp_path / "c", tensors)
+    with safe_open(path / file_name(0), "pt") as file:
+        assert torch.equal(file.get_tensor("model/rows"), tensors["model/rows"][0][:3])
+        assert torch.equal(file.get_tensor("model/columns"), tensors["model/columns"][0][:, 101:202])
+        assert ".checksums" in file.keys()  # noqa: SIM118  it has no __iter__
+    save_file({"a": torch.arange(6).view(2, 3), "b": torch.tensor(2.0)}, tmp_path / "theirs", metadata={"format": "pt"})
+    theirs = TensorFile(tmp_path / "theirs", None, Buffer())
+    assert {name: span.shape for name, span in theirs.spans.items()} == {"a": (2, 3), "b": ()}
+    assert theirs.portion("a", 8, 24).view(torch.int64).tolist() == [1, 2]
+    theirs.close()
+
+
+def test_tensors_begin_at_multiples_of_their_elements(tmp_path: Path) -> None:
+    odd = {f"t{i}": torch.zeros(i, dtype=d) for i, d in enumerate([torch.int8, torch.double, torch.half] * 3, start=1)}
+    write_file(tmp_path / "f", [piece_of(name, tensor) for name, tensor in odd.items()])
+    file = TensorFile(tmp_path / "f", None, Buffer())
+    assert all(span.start % torch_dtype(span.dtype).itemsize == 0 for span in file.spans.values())
+    assert min(span.start for span in file.spans.values()) % 4096 == 0
+    file.close()
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: flip(f, 4096 + 300_000), r"rank-00001.* tensor 'model/large' is damaged: bytes 262144 to 524288"),
+        (lambda f: flip(f, -1), r"rank-00001.*the seal does not fit"),
+        (lambda f: flip(f, 12), r"rank-00001.* (the seal does not fit|not valid JSON|header)"),
+        (cut, r"rank-00001.* bytes, but the manifest says"),
+        (Path.unlink, r"rank-00001.safetensors is missing"),
+    ],
+    ids=["data", "checksums", "header", "cut", "missing"],
+)
+def test_damage_is_named(tmp_path: Path, harm: Callable[[Path], None], message: str) -> None:
+    path = write(tmp_path / "c", {"model/large": menagerie()["model/large"]})
+    harm(path / file_name(1))
+    with Checkpoint(path) as checkpoint:
+        checkpoint.check_file(0)
+        with pytest.raises(CheckpointDamagedError, match=message):
+            checkpoint.check_file(1)
+        with pytest.raises(CheckpointDamagedError, match=message):
+            checkpoint.tensor("model/large")
+
+
+@pytest.mark.parametrize("at", [3, 200, -5])
+def test_a_flipped_bit_in_the_manifest_is_noticed(tmp_path: Path, at: int) -> None:
+    path = write(tmp_path / "c", menagerie())
+    flip(path / MANIFEST_FILE, at)
+    with pytest.raises(CheckpointDamagedError, match=r"manifest\.json"):
+        Checkpoint(path)
+
+
+def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
+    """B115."""
+    path = write(tmp_path / "c", menagerie())
+    (path / file_name(0)).rename(tmp_path / "elsewhere")
+    (path / file_name(0)).symlink_to(tmp_path / "elsewhere")
+    (path / file_name(1)).unlink()
+    os.mkfifo(path / file_name(1))
+    with Checkpoint(path) as checkpoint:
+        for rank, message in enumerate(["symbolic link", "not a regular file"]):
+            with pytest.raises(CheckpointError, match=message):
+                checkpoint.check_file(rank)
+
+
+def test_files_are_written_new_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        write_file(tmp_path / "f", [])
+    with pytest.raises(CheckpointError, match="No such file"):
+        write_file(tmp_path / "nowhere" / "f", [])
+    assert (tmp_path / "f").read_text() == "mine"
