@@ -117,9 +117,12 @@ def train_once(rank: int, config: Config, stop_at: int = -1, replicas: int = 1) 
     return Trained(result.ending, result.validation_loss, shards)
 
 
+def rows(folder: Path, name: str = "a") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path, name: str = "a") -> dict[int, float]:
-    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss_metrics/global_avg_loss"] for row in rows if "grad_norm" in row}
+    return {row["step"]: row["loss_metrics/global_avg_loss"] for row in rows(folder, name) if "grad_norm" in row}
 
 
 def named(config: Config, name: str, **changes: Any) -> Config:
@@ -154,6 +157,16 @@ def test_number_of_ranks_does_not_change_the_training(cluster: Cluster, tmp_path
     two = cluster.run(train_once, named(make_config(tmp_path), "two"), world_size=2)
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
     assert two[0].validation == pytest.approx(alone.validation, abs=1e-5)
+
+
+def test_a_global_batch_that_does_not_divide_trains_like_one_batch(cluster: Cluster, tmp_path: Path) -> None:
+    """7 windows a step on 3 ranks of 2: the second micro batch has one window, and one rank has nothing in it."""
+    cluster.run(train_once, named(make_config(tmp_path, micro_batch_size=7), "one"), world_size=1)
+    cluster.run(train_once, named(make_config(tmp_path, global_batch_size=7), "three"), world_size=3)
+    assert losses(tmp_path, "three") == pytest.approx(losses(tmp_path, "one"), abs=1e-5)
+    (last,) = (row for row in rows(tmp_path, "three") if row["step"] == STEPS and "grad_norm" in row)
+    assert last["n_tokens_seen"] == 7 * 16 * STEPS
+    assert last["loss_metrics/global_avg_loss"] <= last["loss_metrics/global_max_loss"] < 6
 
 
 def test_replicas_of_shards_train_alike(cluster: Cluster, tmp_path: Path) -> None:
@@ -211,17 +224,50 @@ def test_every_valid_token_weighs_the_same(cluster: Cluster, valid: tuple[tuple[
             torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
-def diverge(rank: int, config: Config) -> None:
+def diverge(rank: int, config: Config, how: str) -> None:
     parts, progress = prepare(config, make_world(rank), SilentProgress())
-    if rank == 1:
+    parameter = parts.model.get_parameter("lm_head.weight")
+    if rank == 1 and how == "parameter":
         with torch.no_grad():
-            local_part(parts.model.get_parameter("lm_head.weight")).fill_(float("nan"))
-    Trainer(parts, progress, SilentProgress(), StopRequest()).run()
+            local_part(parameter).fill_(float("nan"))
+    elif rank == 1 and how == "loss":
+        parts.model.register_forward_hook(lambda _module, _inputs, logits: logits * float("inf"))
+    elif rank == 1:
+        parts.model.register_forward_hook(lambda _module, _inputs, logits: Overflowing.apply(logits))
+    trainer = Trainer(parts, progress, SilentProgress(), StopRequest())
+    before = local_part(parameter.detach()).clone()
+    try:
+        trainer.train_step()
+    finally:
+        assert torch.equal(local_part(parameter.detach()).nan_to_num(7), before.nan_to_num(7))
 
 
-def test_nan_on_one_rank_is_an_error_on_all(cluster: Cluster, tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    cluster.run(diverge, config, expect=DivergedError, match=r"diverged at step 1: loss nan.*Lower optim\.lr")
+class Overflowing(torch.autograd.Function):
+    """The identity, with gradients that are too large for any dtype."""
+
+    @staticmethod
+    def forward(_context: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * float("inf")
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("parameter", r"Values of lm_head\.weight in the rows of rank 1 are not finite"),
+        ("loss", r"The loss is not finite on rank 1 of 2\."),
+        ("gradient", r"The loss is finite on every rank.*the gradients overflowed in backward"),
+    ],
+)
+def test_nan_on_one_rank_is_an_error_on_all_that_names_it(
+    cluster: Cluster, tmp_path: Path, how: str, cause: str
+) -> None:
+    match = rf"diverged at step 1: loss .*{cause}.*The parameters were not changed.*Lower optim\.lr"
+    texts = cluster.run(diverge, make_config(tmp_path), how, expect=DivergedError, match=match)
+    assert len(set(texts)) == 1
 
 
 def sample(rank: int, config: Config) -> tuple[bytes, bytes]:
@@ -256,7 +302,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(cluster: Cluster, tmp_
 
 def restore_generators(rank: int, config: Config, folder: Path) -> bool:
     parts, _ = prepare(config, make_world(rank), SilentProgress())
-    save_checkpoint(folder, parts.state(), Progress(1, 0), keep=1)
+    save_checkpoint(folder, parts.state(), Progress(1, 0, 4), keep=1)
     expected = torch.rand(3)
     load_checkpoint(folder / "step-1", parts.state())
     return torch.equal(torch.rand(3), expected)
@@ -330,16 +376,16 @@ def test_unusable_checkpoint_is_the_same_error_on_every_rank(
 
 def fail_while_saving(rank: int, config: Config, folder: Path) -> None:
     parts, _ = prepare(config, make_world(rank), SilentProgress())
-    save_checkpoint(folder, parts.state(), Progress(1, 0), keep=2)
+    save_checkpoint(folder, parts.state(), Progress(1, 0, 4), keep=2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(checkpoint, "save_file", _disk_full)
         with pytest.raises(TrainError, match="No space left"):
-            save_checkpoint(folder, parts.state(), Progress(2, 0), keep=2)
+            save_checkpoint(folder, parts.state(), Progress(2, 0, 4), keep=2)
         found, warnings = find_latest(folder)
         assert found == folder / "step-1"
         assert len(warnings) == 1
-    save_checkpoint(folder, parts.state(), Progress(2, 0), keep=2)
+    save_checkpoint(folder, parts.state(), Progress(2, 0, 4), keep=2)
     assert find_latest(folder) == (folder / "step-2", [])
 
 

@@ -90,6 +90,7 @@ def test_override_without_a_value_is_an_error() -> None:
         ("data.seq_len", "4096", r"at most model\.max_position_embeddings = 2048"),
         ("run.name", "a/b", "one folder name without slashes"),
         ("data.paths", "[1]", "expected a list of strings"),
+        ("train.global_batch_size", "-1", r"expected 0 \(what train\.gradient_accumulation makes it\) or a number"),
         ("profile.steps", "3", r"profile\.steps = 3 is not possible: expected at least 4 \(one that counts copies"),
     ],
 )
@@ -115,6 +116,13 @@ def test_wrong_setting_is_an_error_that_helps(key: str, value: str, message: str
 def test_wrong_file_is_an_error_that_helps(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings(write(tmp_path, name, text))
+
+
+def test_two_settings_for_the_windows_of_a_step_are_an_error() -> None:
+    assert TrainConfig(micro_batch_size=2, gradient_accumulation=3).step_windows(ranks=4) == 24
+    assert TrainConfig(global_batch_size=10).step_windows(ranks=4) == 10
+    with pytest.raises(ConfigError, match=r"gradient_accumulation = 2 is .* where train\.global_batch_size = 8 says"):
+        TrainConfig(global_batch_size=8, gradient_accumulation=2)
 
 
 def test_missing_file_suggests_a_near_name(tmp_path: Path) -> None:

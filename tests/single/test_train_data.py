@@ -25,8 +25,11 @@ def config(*paths: Path | str, **changes: object) -> DataConfig:
     return DataConfig(paths=tuple(map(str, paths)), **{"seq_len": 16, "validation_fraction": 0.3, **changes})  # type: ignore[arg-type]
 
 
-def stream(rank: int, ranks: int, text: bytes = bytes(range(256)) * 4, batch: int = 2) -> TrainStream:
-    return TrainStream(np.frombuffer(text, dtype=np.uint8), 16, batch, rank, ranks, seed=5)
+def stream(
+    rank: int, ranks: int, text: bytes = bytes(range(256)) * 4, batch: int = 2, windows: int | None = None
+) -> TrainStream:
+    step_windows = batch * ranks if windows is None else windows
+    return TrainStream(np.frombuffer(text, dtype=np.uint8), 16, batch, rank, ranks, 5, step_windows)
 
 
 # -- corpus ------------------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def test_ranks_read_disjoint_windows_that_cover_the_epoch() -> None:
     position = 0
     while position + 5 * ranks <= windows:
         for one in streams:
-            seen += one.indices(position)
+            seen += chain(*one.indices(position))
         position = streams[0].next_position(position)
     assert len(seen) == len(set(seen)) == position
     assert {start % 16 for start in seen} == {seen[0] % 16}  # one shift for the epoch: no two windows overlap
@@ -147,25 +150,47 @@ def test_epochs_differ_in_order_and_in_shift() -> None:
 
 
 def test_labels_are_the_next_bytes() -> None:
-    batch = stream(0, 1).batch(0)
+    (batch,) = stream(0, 1).step(0)
     assert batch.tokens.shape == batch.labels.shape == (2, 16)
     assert ((batch.tokens + 1) % 256).equal(batch.labels)
 
 
 def test_marking_labels_never_changes_tokens() -> None:
-    batch = stream(0, 1, batch=1).batch(0)
+    (batch,) = stream(0, 1, batch=1).step(0)
     batch.labels[:] = IGNORED_LABEL
     assert (batch.tokens >= 0).all()
 
 
-def test_accumulated_micro_batches_read_the_windows_of_one_big_batch() -> None:
-    small = [stream(rank, 2, batch=1).indices(position) for position in (0, 2) for rank in range(2)]
-    big = [stream(rank, 2, batch=2).indices(0) for rank in range(2)]
-    assert sorted(chain(*small)) == sorted(chain(*big))
+def step_in_order(ranks: int, batch: int, windows: int, position: int) -> list[int]:
+    """Start bytes of all ranks' windows in one step, in the order of the stream."""
+    of_ranks = [stream(rank, ranks, batch=batch, windows=windows).indices(position) for rank in range(ranks)]
+    return list(chain(*(chain(*micro) for micro in zip(*of_ranks, strict=True))))
+
+
+def test_windows_after_resuming_with_other_ranks_are_those_of_the_uninterrupted_run() -> None:
+    """B114, elastic: whoever computes them, the same windows in the same order, also where they do not divide."""
+    windows, seen, position = 10, [], 0
+    for ranks, batch in ((4, 2), (3, 2), (2, 3), (1, 8), (5, 16)):
+        for _ in range(3):  # 15 steps of 10 in epochs of 62
+            seen.append(step_in_order(ranks, batch, windows, position))
+            position += windows
+    alone = stream(0, 1, batch=windows)
+    assert seen == [alone.indices(number * windows)[0] for number in range(15)]
+
+
+@pytest.mark.parametrize(("ranks", "batch", "windows"), [(3, 2, 16), (4, 2, 16), (3, 4, 7), (4, 1, 2)], ids=str)
+def test_places_that_are_left_in_a_step_do_not_count(ranks: int, batch: int, windows: int) -> None:
+    of_ranks = [stream(rank, ranks, batch=batch, windows=windows).step(0) for rank in range(ranks)]
+    assert {len(batches) for batches in of_ranks} == {-(-windows // (ranks * batch))}
+    labels = [each.labels for batches in of_ranks for each in batches]
+    assert {each.shape for each in labels} == {(batch, 16)}
+    rows = [row for each in labels for row in each]
+    assert sum(bool((row != IGNORED_LABEL).all()) for row in rows) == windows
+    assert sum(bool((row == IGNORED_LABEL).all()) for row in rows) == len(rows) - windows
 
 
 def test_text_smaller_than_one_batch_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"has 62 windows of 16 bytes, but one .* takes 32 x 2 = 64"):
+    with pytest.raises(DataError, match=r"has 62 windows of 16 bytes, but one .* takes 64\."):
         stream(0, 2, batch=32)
 
 

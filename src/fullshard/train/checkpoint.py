@@ -38,9 +38,12 @@ CHECKPOINT_FOLDER, LATEST_FILE, MANIFEST_FILE = "checkpoint", "latest", "checkpo
 FORMAT = "fullshard-plain-1"
 PREFIX, TEMPORARY = "step-", ".tmp"
 REPLACED, DOOMED = ".old", ".gone"  # ends of hidden names: a checkpoint that is being replaced, one being deleted
+# How the windows of a step are spread; a resumed run takes as many as before, unless it is told how many.
+SHAPE_OF_STEP = ("train.micro_batch_size", "train.gradient_accumulation", "train.global_batch_size")
 MANIFEST_TYPES = {
     "step": int,
     "position": int,
+    "step_windows": int,
     "world_size": int,
     "mesh": list,
     "config": dict,
@@ -52,10 +55,11 @@ MANIFEST_TYPES = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: optimizer steps done and the place in the data."""
+    """How far a run is: optimizer steps done, the place in the data, and how much of it a step takes."""
 
     step: int
-    position: int
+    position: int  # windows that all ranks have consumed
+    step_windows: int  # of all ranks
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def load_checkpoint(folder: Path, state: TrainState) -> Progress:
     # Every file is read and checked before any rank changes a parameter.
     state.world.on_all(lambda: tensors.update(_read_rank(folder / rank_file(state.world.rank), own, state)))
     state.world.on_all(lambda: _fill(state, tensors))
-    return Progress(step=manifest["step"], position=manifest["position"])
+    return Progress(manifest["step"], manifest["position"], manifest["step_windows"])
 
 
 def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -165,7 +169,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> tuple[list[str
     current = to_dict(config)
     for section in ("model", "data", "train", "optim"):
         for key, value in current[section].items():
-            if saved.get(section, {}).get(key) != value:
+            if f"{section}.{key}" not in SHAPE_OF_STEP and saved.get(section, {}).get(key) != value:
                 text = f"{section}.{key} was {saved.get(section, {}).get(key)!r}, is {value!r}"
                 pinned = section in ("model", "data") or key == "seed"
                 (fatal if pinned else bending).append(text)
@@ -256,6 +260,7 @@ def _manifest(state: TrainState, progress: Progress, files: list[dict[str, Any]]
         "format": FORMAT,
         "step": progress.step,
         "position": progress.position,
+        "step_windows": progress.step_windows,
         "world_size": state.world.size,
         "mesh": list(state.world.mesh.shape),
         "config": to_dict(state.config),

@@ -90,9 +90,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The length of the run and the shape of one step."""
+    """The length of the run and the shape of one step.
+
+    `global_batch_size` is the number of windows a step takes on all ranks together; 0: as many as
+    `gradient_accumulation` micro batches have on the ranks that begin the run. It stays when other ranks resume a run.
+    """
 
     steps: int = 200
+    global_batch_size: int = 0
     micro_batch_size: int = 8
     gradient_accumulation: int = 1
     gradient_sync: Literal["every", "last"] = "every"
@@ -105,12 +110,28 @@ class TrainConfig:
         for name in ("steps", "micro_batch_size", "gradient_accumulation"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         _require(
+            self.global_batch_size >= 0,
+            "train.global_batch_size",
+            self.global_batch_size,
+            "0 (what train.gradient_accumulation makes it) or a number of windows",
+        )
+        _require(
+            self.gradient_accumulation == 1 or not self.global_batch_size,
+            "train.gradient_accumulation",
+            self.gradient_accumulation,
+            f"1 where train.global_batch_size = {self.global_batch_size} says how many windows a step has",
+        )
+        _require(
             self.max_grad_norm > 0,
             "train.max_grad_norm",
             self.max_grad_norm,
             "a positive number (a very large one never clips)",
         )
         _require(0 <= self.seed < 2**63, "train.seed", self.seed, "0 or a positive 63-bit number")
+
+    def step_windows(self, ranks: int) -> int:
+        """Windows of a step, of all `ranks` ranks that begin a run."""
+        return self.global_batch_size or self.micro_batch_size * self.gradient_accumulation * ranks
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def describe_run(config: Config, ranks: int) -> dict[str, Any]:
     count = sum(parameter.numel() for parameter in parameters)
     # The first rank's rows are ceil(rows / shards): no rank holds more.
     largest = sum(-(-p.shape[0] // shards) * (p.numel() // p.shape[0]) for p in parameters)
-    sequences = config.train.micro_batch_size * config.train.gradient_accumulation * ranks
+    sequences = config.train.step_windows(ranks)
     per_parameter = 4 + 4 + 8  # fp32 parameter, gradient, two AdamW moments
     return {
         "parameters": count,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from fullshard import Profile, clip_grad_norm_
 from fullshard.train.checkpoint import Progress, TrainState, save_checkpoint
 from fullshard.train.config import Config
+from fullshard.train.divergence import explain_divergence
 from fullshard.train.errors import DivergedError
 from fullshard.train.folder import METRICS_FILE, MetricsLog, RunFolder
 from fullshard.train.loss import backward_window, evaluate, valid_tokens
@@ -66,9 +67,20 @@ class RankNumbers:
     """What every rank reports after a backward, in rank order."""
 
     loss_sums: tuple[float, ...]
+    tokens: tuple[int, ...]  # that count
     stops: tuple[int, ...]  # signal numbers
     memory: tuple[int, ...]  # bytes
     peak_memory: tuple[int, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens of all ranks."""
+        return sum(self.loss_sums) / sum(self.tokens)
+
+    @property
+    def max_loss(self) -> float:
+        """Mean over the tokens of the rank where it is highest."""
+        return max(loss / tokens for loss, tokens in zip(self.loss_sums, self.tokens, strict=True) if tokens)
 
 
 class Trainer:
@@ -80,13 +92,18 @@ class Trainer:
         self.stop = stop
         self.metrics: MetricsLog | None = None
         parts.world.on_first(lambda: self._open_log(progress.step))
-        self.first_step = self.step = progress.step
-        self.position = progress.position
+        self.first_step = progress.step
+        self.progress = progress
         self.saved_step = progress.step if parts.folder.resumes else -1
         self.reports: list[StepReport] = []  # the first and the last one
         self.seconds = 0.0
         self.bytes: tuple[StateBytes, StateBytes] | None = None
         self.profile = StepProfile(parts.config.profile, parts.model, parts.world, parts.folder.path)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.step
 
     def run(self) -> Result:
         """Train to the end, or until a stop is asked for; a checkpoint is saved in both cases."""
@@ -117,27 +134,27 @@ class Trainer:
         self.profile.begin_step()
         started = time.perf_counter()
         with self.profile.range("data"):
-            batches, position = self._next_batches()
+            batches = [self._to_device(batch) for batch in self.parts.stream.step(self.progress.position)]
         data_seconds = time.perf_counter() - started
-        tokens, grad_norm, ranks = self._gradients(batches)
-        loss = sum(ranks.loss_sums) / tokens
-        self._check_finite(loss, grad_norm)
+        grad_norm, ranks = self._gradients(batches)
+        self._check_finite(ranks, grad_norm)
         with self.profile.range("optimizer"):
             lr = self._update()
-        self.step, self.position = self.step + 1, position
+        position = self.parts.stream.next_position(self.progress.position)
+        self.progress = replace(self.progress, step=self.step + 1, position=position)
         seconds = time.perf_counter() - started
         self.seconds += seconds
         report = StepReport(
             step=self.step,
             steps=self.parts.config.train.steps,
-            loss=loss,
-            max_loss=max(ranks.loss_sums) * len(ranks.loss_sums) / tokens,
+            loss=ranks.loss,
+            max_loss=ranks.max_loss,
             grad_norm=grad_norm,
             lr=lr,
             seconds=seconds,
             data_seconds=data_seconds,
-            tokens=tokens,
-            tokens_seen=self.position * self.parts.config.data.seq_len,
+            tokens=sum(ranks.tokens),
+            tokens_seen=position * self.parts.config.data.seq_len,
             memory=ranks.memory,
             peak_memory=ranks.peak_memory,
             seconds_left=self._seconds_left(),
@@ -147,20 +164,21 @@ class Trainer:
         self.profile.end_step(self.view)
         return max(ranks.stops)
 
-    def _gradients(self, batches: list[Batch]) -> tuple[int, float, RankNumbers]:
-        """(valid tokens of all ranks, norm of the clipped gradients, what every rank reports)."""
+    def _gradients(self, batches: list[Batch]) -> tuple[float, RankNumbers]:
+        """(norm of the gradients before they were clipped, what every rank reports)."""
         config, world, model = self.parts.config.train, self.parts.world, self.parts.model
+        own_tokens = valid_tokens(batches)
         with self.profile.range("numbers of all ranks"):
-            tokens = int(world.gather_numbers([valid_tokens(batches)]).sum())
+            tokens = int(world.gather_numbers([own_tokens]).sum())
         with self.profile.range("optimizer"):
             self.parts.optimizer.zero_grad(set_to_none=True)
         loss_sum = backward_window(model, batches, tokens, world.size, config.gradient_sync)
         with self.profile.range("clip"):
             norm = float(clip_grad_norm_(model, config.max_grad_norm))
         with self.profile.range("numbers of all ranks"):
-            own = [loss_sum, self.stop.pending(), memory_now(world.device), memory_peak(world.device)]
+            own = [loss_sum, own_tokens, self.stop.pending(), memory_now(world.device), memory_peak(world.device)]
             losses, *rest = world.gather_numbers(own).T.tolist()
-        return tokens, norm, RankNumbers(tuple(losses), *(tuple(map(int, column)) for column in rest))
+        return norm, RankNumbers(tuple(losses), *(tuple(map(int, column)) for column in rest))
 
     def _update(self) -> float:
         """The optimizer's step; returns the learning rate it used."""
@@ -195,35 +213,26 @@ class Trainer:
             return
         started = time.perf_counter()
         keep = self.parts.config.checkpoint.keep_latest_k
-        path = save_checkpoint(
-            self.parts.folder.checkpoints, self.parts.state(), Progress(self.step, self.position), keep
-        )
+        path = save_checkpoint(self.parts.folder.checkpoints, self.parts.state(), self.progress, keep)
         self.saved_step = self.step
         self.view.note(f"saved {path} in {time.perf_counter() - started:.1f} s")
 
     def _open_log(self, first_step: int) -> None:
         self.metrics = MetricsLog(self.parts.folder.path / METRICS_FILE, first_step)
 
-    def _next_batches(self) -> tuple[list[Batch], int]:
-        position = self.position
-        batches = []
-        for _ in range(self.parts.config.train.gradient_accumulation):
-            batches.append(self._to_device(self.parts.stream.batch(position)))
-            position = self.parts.stream.next_position(position)
-        return batches, position
-
     def _to_device(self, batch: Batch) -> Batch:
         device = self.parts.world.device
         return Batch(batch.tokens.to(device), batch.labels.to(device))
 
-    def _check_finite(self, loss: float, norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
+    def _check_finite(self, ranks: RankNumbers, norm: float) -> None:
+        if math.isfinite(ranks.loss) and math.isfinite(norm):
             return
+        saved = f"The last checkpoint is step {self.saved_step}. " if self.saved_step >= 0 else ""
         raise DivergedError(
-            f"training diverged at step {self.step + 1}: loss {loss}, gradient norm {norm}. The parameters were not "
-            f"changed by this step. "
-            + (f"The last checkpoint is step {self.saved_step}. " if self.saved_step >= 0 else "")
-            + "Lower optim.lr, lengthen optim.warmup_steps or lower train.max_grad_norm."
+            f"training diverged at step {self.step + 1}: loss {ranks.loss}, gradient norm {norm}. "
+            f"{explain_divergence(self.parts.model, self.parts.world, ranks.loss_sums)} "
+            f"The parameters were not changed by this step. {saved}"
+            "Lower optim.lr, lengthen optim.warmup_steps or lower train.max_grad_norm."
         )
 
     def _report(self, report: StepReport) -> None:

@@ -1,9 +1,10 @@
 """Windows of tokens: which rank reads what at which step, as arithmetic on one position.
 
 The training stream is endless: epoch after epoch, each a permutation of the windows drawn from (seed, epoch). The
-position is the number of windows all ranks together have consumed. A micro batch takes the next `ranks * batch`
-windows, `batch` for each rank in rank order. So ranks never share a window within an epoch, every rank has the same
-number of batches, and one integer restores the place exactly.
+position is the number of windows all ranks together have consumed. A step takes the next `step_windows` of them, in
+micro batches of `ranks * batch_size`, `batch_size` for each rank in rank order. Where the last micro batch has places
+left they are filled with windows whose labels do not count. So every rank has the same number of batches, one integer
+restores the place exactly, and the windows of a step do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ class TrainStream:
 
     text: npt.NDArray[np.uint8]
     length: int
-    batch_size: int
+    batch_size: int  # windows of a micro batch on each rank
     rank: int
     ranks: int
     seed: int
+    step_windows: int  # of all ranks and micro batches
 
     def __post_init__(self) -> None:
-        if self.windows < self.batch_size * self.ranks:
+        # Not of the whole step: with gradient accumulation a step may be longer than an epoch of a small text.
+        needed = min(self.step_windows, self.batch_size * self.ranks)
+        if self.windows < needed:
             raise DataError(
                 f"the training text has {self.windows} windows of {self.length} bytes, but one micro batch of all "
-                f"ranks takes {self.batch_size} x {self.ranks} = {self.batch_size * self.ranks}. Add text, or lower "
-                f"train.micro_batch_size, data.seq_len or the number of ranks."
+                f"ranks takes {needed}. Add text, or lower train.micro_batch_size, data.seq_len or the number of ranks."
             )
 
     @property
@@ -53,18 +56,25 @@ class TrainStream:
         """Windows in an epoch: one fewer than fit, so that their start can shift from epoch to epoch."""
         return max(1, (len(self.text) - 1) // self.length - 1)
 
-    def indices(self, position: int) -> list[int]:
-        """Start bytes of this rank's windows in the micro batch at `position`."""
-        first = position + self.rank * self.batch_size
-        return [self._start(number) for number in range(first, first + self.batch_size)]
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches of a step, the same number on every rank."""
+        return -(-self.step_windows // (self.batch_size * self.ranks))
 
-    def batch(self, position: int) -> Batch:
-        """This rank's micro batch at `position`."""
-        return cut_windows(self.text, self.indices(position), self.length)
+    def indices(self, position: int) -> list[list[int]]:
+        """Start bytes of this rank's windows that count in the step at `position`, for each micro batch."""
+        end = position + self.step_windows
+        stride = self.batch_size * self.ranks
+        firsts = range(position + self.rank * self.batch_size, position + self.micro_batches * stride, stride)
+        return [[self._start(number) for number in range(first, min(first + self.batch_size, end))] for first in firsts]
+
+    def step(self, position: int) -> list[Batch]:
+        """This rank's micro batches of the step at `position`."""
+        return [filled_up(self.text, starts, self.batch_size, self.length) for starts in self.indices(position)]
 
     def next_position(self, position: int) -> int:
-        """The position after one micro batch of all ranks."""
-        return position + self.batch_size * self.ranks
+        """The position after one step of all ranks."""
+        return position + self.step_windows
 
     def _start(self, number: int) -> int:
         epoch, place = divmod(number, self.windows)
@@ -112,10 +122,15 @@ class ValidationWindows:
         for step in range(steps):
             first = step * per_step + self.rank * self.batch_size
             own = chosen[first : first + self.batch_size]
-            batch = cut_windows(self.text, own + [0] * (self.batch_size - len(own)), self.length)
-            batch.labels[len(own) :] = IGNORED_LABEL
-            result.append(batch)
+            result.append(filled_up(self.text, own, self.batch_size, self.length))
         return result
+
+
+def filled_up(text: npt.NDArray[np.uint8], starts: list[int], count: int, length: int) -> Batch:
+    """A batch of `count` windows: those that begin at `starts`, and others whose labels do not count."""
+    batch = cut_windows(text, starts + [0] * (count - len(starts)), length)
+    batch.labels[len(starts) :] = IGNORED_LABEL
+    return batch
 
 
 def cut_windows(text: npt.NDArray[np.uint8], starts: list[int], length: int) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ from rich.text import Text
 from torch import nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.train.checkpoint import Progress, changed_settings, find_latest, load_checkpoint, read_manifest
+from fullshard.train.checkpoint import (
+    Progress,
+    TrainState,
+    changed_settings,
+    find_latest,
+    load_checkpoint,
+    read_manifest,
+)
 from fullshard.train.config import Config
 from fullshard.train.corpus import INDEX_FILE, build_corpus, open_corpus
 from fullshard.train.errors import CheckpointError
@@ -87,16 +94,19 @@ def _prepare_in(folder: RunFolder, config: Config, world: World, view: ProgressV
         view.note(f"reading text from {', '.join(config.data.paths)}")
         world.on_first(lambda: build_corpus(config.data, folder.corpus))
     corpus = world.on_all(lambda: open_corpus(folder.corpus))[world.rank]
-    batch, length = config.train.micro_batch_size, config.data.seq_len
-    stream = TrainStream(corpus.train, length, batch, world.rank, world.size, config.train.seed)
-    validation = ValidationWindows(corpus.valid, length, batch, world.rank, world.size, config.eval.windows)
     model = build_sharded(config, world)
-    optimizer = build_optimizer(model, config.optim)
+    state = TrainState(model, build_optimizer(model, config.optim), world, config, corpus.fingerprint)
     torch.manual_seed(config.train.seed + RNG_STRIDE * (world.rank + 1))
-    parts = Parts(config, world, model, optimizer, stream, validation, corpus.fingerprint, folder)
+    progress = Progress(step=0, position=0, step_windows=config.train.step_windows(world.size))
+    if folder.resumes:
+        progress = resume(folder, state, view)
+    batch, length = config.train.micro_batch_size, config.data.seq_len
+    seed, windows = config.train.seed, progress.step_windows
+    stream = TrainStream(corpus.train, length, batch, world.rank, world.size, seed, windows)
+    validation = ValidationWindows(corpus.valid, length, batch, world.rank, world.size, config.eval.windows)
+    parts = Parts(config, world, model, state.optimizer, stream, validation, corpus.fingerprint, folder)
     view.note(_headline(parts, corpus.files))
     view.note(_numerics(parts))
-    progress = resume(parts, view) if folder.resumes else Progress(step=0, position=0)
     return parts, progress
 
 
@@ -124,17 +134,36 @@ def _precision(config: Config) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
-def resume(parts: Parts, view: ProgressView) -> Progress:
+def resume(folder: RunFolder, state: TrainState, view: ProgressView) -> Progress:
     """Load the newest checkpoint of the run folder."""
-    path, warnings = parts.world.on_first(lambda: find_latest(parts.folder.checkpoints))
+    path, warnings = state.world.on_first(lambda: find_latest(folder.checkpoints))
     for warning in warnings:
         view.note(f"warning: {warning}")
     if path is None:
-        raise CheckpointError(f"nothing to resume: no complete checkpoint in {parts.folder.checkpoints}.")
-    _warn_about_changes(parts, path, view)
-    progress = load_checkpoint(path, parts.state())
+        raise CheckpointError(f"nothing to resume: no complete checkpoint in {folder.checkpoints}.")
+    manifest = state.world.on_first(lambda: read_manifest(path, state))
+    _, bending = changed_settings(manifest["config"], state.config)
+    for change in bending:
+        view.note(f"warning: {change}; the losses will differ from those of an uninterrupted run.")
+    progress = load_checkpoint(path, state)
     view.note(f"resumed from {path}: step {progress.step}")
-    return progress
+    return replace(progress, step_windows=_step_windows(progress.step_windows, state, view))
+
+
+def _step_windows(before: int, state: TrainState, view: ProgressView) -> int:
+    """Windows of a step of a resumed run: as many as before, whatever ranks there are now, unless told otherwise."""
+    asked, begun = state.config.train.global_batch_size, state.config.train.step_windows(state.world.size)
+    if asked and asked != before:
+        view.note(
+            f"warning: a step took {before} windows, train.global_batch_size is {asked}; the losses will differ from "
+            f"those of an uninterrupted run."
+        )
+    elif begun != before:
+        view.note(
+            f"a step takes {before} windows as before, not the {begun} of a new run with these ranks, "
+            f"train.micro_batch_size and train.gradient_accumulation; train.global_batch_size sets another number."
+        )
+    return asked or before
 
 
 def train(parts: Parts, progress: Progress, view: ProgressView, stop: StopRequest) -> tuple[Result, dict[str, Any]]:
@@ -149,13 +178,6 @@ def train(parts: Parts, progress: Progress, view: ProgressView, stop: StopReques
     summary = make_summary(parts, result, sample)
     parts.world.on_first(lambda: parts.folder.write_summary(summary))
     return result, summary
-
-
-def _warn_about_changes(parts: Parts, path: Path, view: ProgressView) -> None:
-    manifest = parts.world.on_first(lambda: read_manifest(path, parts.state()))
-    _, bending = changed_settings(manifest["config"], parts.config)
-    for change in bending:
-        view.note(f"warning: {change}; the losses will differ from those of an uninterrupted run.")
 
 
 def _numerics(parts: Parts) -> str:
@@ -173,9 +195,13 @@ def _numerics(parts: Parts) -> str:
 def _headline(parts: Parts, files: int) -> str:
     config, world = parts.config, parts.world
     count = sum(parameter.numel() for parameter in parts.model.parameters())
-    tokens = config.train.micro_batch_size * config.train.gradient_accumulation * config.data.seq_len * world.size
+    stream = parts.stream
+    places = stream.micro_batches * stream.batch_size * world.size
+    shape = f"{stream.micro_batches} x {world.size} x {stream.batch_size}"
+    padded = f", {places - stream.step_windows} of them filled up" if places > stream.step_windows else ""
     return (
         f"{count / 1e6:.2f} M parameters over {world.size} ranks ({world.device.type}, {config.train.precision}, "
         f"{torch.get_num_threads()} threads each); {len(parts.stream.text):,} bytes of text from {files} files, "
-        f"{len(parts.validation.text):,} held out; {tokens:,} tokens a step; run folder {parts.folder.path}"
+        f"{len(parts.validation.text):,} held out; a step takes {stream.step_windows} windows of "
+        f"{config.data.seq_len} (micro batches x ranks x windows: {shape}{padded}); run folder {parts.folder.path}"
     )
