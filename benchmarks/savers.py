@@ -196,7 +196,7 @@ class Disk:
     def save(self, path: Path) -> None:
         """Write and fsync."""
         path.mkdir(exist_ok=True)
-        self._go(path, os.O_WRONLY | os.O_CREAT, lambda file, piece, offset: os.pwrite(file, piece, offset))
+        self._go(path, os.O_WRONLY | os.O_CREAT, os.pwrite)
 
     def load(self, path: Path) -> None:
         """Read into the memory that was written."""
@@ -240,15 +240,17 @@ def make_disk(rank: int, nbytes: int) -> Handler:
     return run
 
 
-def make_trainer(rank: int, engine: str, nbytes: int, world_size: int) -> Handler:
+def make_trainer(rank: int, engine: str, nbytes: int) -> Handler:
     """A rank that trains, and saves and loads when asked: {"saver": "dcp", "verb": "save", "path": ...}.
 
     Replies have `seconds`, `extra_bytes` (physical memory on top of what there was) and `fingerprint`: the sum of the
     bits of this rank's part of the state as it was saved, or as it is loaded. "async" has more, see `_save_meanwhile`.
     """
-    training = Training(engine, workload_of(nbytes, world_size), rank)
+    training = Training(engine, workload_of(nbytes, dist.get_world_size()), rank)
     training.step()  # makes the optimizer's state
-    savers = {name: make(training.job) for name, make in SAVERS.items() if name.startswith("fullshard") == (engine != "fsdp2")}
+    savers = {
+        name: make(training.job) for name, make in SAVERS.items() if name.startswith("fullshard") == (engine != "fsdp2")
+    }
 
     def run(command: dict[str, str]) -> dict[str, float]:
         saver, path = savers[command["saver"]], Path(command["path"])

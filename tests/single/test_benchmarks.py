@@ -50,3 +50,38 @@ def test_reaches_are_met_or_missed(load: Any) -> None:
     assert "reach: fullshard-direct time_over_fsdp2 at most 0.55: 0.500, met" in lines
     assert "reach: fullshard-direct peak_over_ideal at most 1.05: 1.125, MISSED" in lines
     assert "reach: fullshard-shm time_over_fsdp2 at most 0.40: not measured" in lines
+
+
+def test_checkpoint_compares_what_it_measures(load: Any) -> None:
+    checkpoint, savers = load("checkpoint"), load("savers")
+    assert set(checkpoint.CONTENDERS) == {*savers.SAVERS, *checkpoint.DISKS}
+    found = {
+        "disk-buffered": {"save": [1.0, 3.0], "load": [1.0, 1.0]},
+        "disk-direct": {"save": [2.0, 2.0], "load": [0.5, 2.0]},
+        "dcp": {"save": [4.0, 4.0], "load": [4.0, 4.0], "stall": [0.5]},
+        "fullshard": {"save": [1.2, 2.4], "load": [3.0, 3.0], "stall": [0.06], "load_extra_bytes": [0, 2**20]},
+    }
+    checkpoint.add_disk(found)
+    assert found["disk"]["save"] == [1.0, 2.0]  # the faster way of each round
+    shape = {"cpu": "one", "cores": 2, "torch": "2"}
+    result = {"found": found, "ratios": checkpoint.ratios(found), "machine": shape, "bytes": 2**30, "rounds": 2}
+    assert checkpoint.goal_lines(result) == [
+        "goal: save / dcp save at most 0.5: 0.450 (0.375-0.525), met",
+        "goal: save / disk save at most 1.3: 1.200 (1.200-1.200), met",
+        "goal: load / dcp load at most 0.5: 0.750 (0.750-0.750), MISSED",
+        "goal: stall / fullshard save at most 0.05: 0.050 (0.050-0.050), met",
+    ]
+    text = checkpoint.markdown({**result, "title": "a job", "page_cache": "dropped"})
+    assert "| **fullshard.checkpoint** | 1.800 | 3.000 | 60 | 0.56 | 0.33 |  | 1 |" in text
+
+
+def test_checkpoint_job_has_the_bytes_that_were_asked_for(load: Any) -> None:
+    checkpoint = load("checkpoint")
+    for asked in (3e6, 0.75 * 2**30):
+        assert abs(checkpoint.state_bytes(asked, 2) / asked - 1) < 0.1
+
+
+def test_planning_on_paper_ranks(load: Any) -> None:
+    planning = load("paper_ranks").plan_on_paper(40, 1)
+    seconds = {what: spread["median"] for what, spread in planning["seconds"].items()}
+    assert seconds.pop("all") == pytest.approx(sum(seconds.values()))
