@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -133,6 +134,9 @@ def test_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_killed_rank_ends_the_command_with_its_name(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    listening = listening_addresses(training.pid)
+    assert listening, "nobody listens: how do the ranks meet?"
+    assert all(ipaddress.ip_address(address).is_loopback for address in listening), listening
     ranks = {child.environ()["RANK"]: child for child in psutil.Process(training.pid).children()}
     ranks["1"].kill()
     code, _, err = finish(training)
@@ -140,6 +144,13 @@ def test_killed_rank_ends_the_command_with_its_name(training: subprocess.Popen[s
     assert f"rank 1 (pid {ranks['1'].pid}) was killed by SIGKILL" in err
     assert "Traceback" not in err
     assert checkpoints(tmp_path) == []
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Where a process and its children accept connections."""
+    parent = psutil.Process(pid)
+    sockets = (each for one in (parent, *parent.children(recursive=True)) for each in one.net_connections("inet"))
+    return {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])

@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fullshard.errors import CommunicationError
 from fullshard.train.config import Config
 from fullshard.train.errors import RankFailedError
+from fullshard.train.rendezvous import LOOPBACK, use_loopback_rendezvous
 
 # Exit codes that a rank chooses on purpose; every other one is a failure (1).
 STOPPED_CODES = (75, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -59,9 +60,9 @@ def _launch_config(config: Config) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=config.parallel.nproc,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # port 0: the launcher takes a free one
-        local_addr="127.0.0.1",  # never the host's name: it may not resolve, or resolve to a dead interface
+        rdzv_backend=use_loopback_rendezvous(),
+        rdzv_endpoint=LOOPBACK,
+        local_addr=LOOPBACK,  # never the host's name: it may not resolve, or resolve to a dead interface
         rdzv_configs={"timeout": int(config.runtime.timeout_seconds)},
         max_restarts=0,
         monitor_interval=0.1,
