@@ -173,6 +173,19 @@ def test_stopped_run_saves_and_can_be_resumed(
     assert f"train.steps was 100000, is {step + 2}; the losses will differ" in err
 
 
+def test_a_run_that_is_asked_to_save_goes_on(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    """SIGUSR1 to the command, as `sbatch --signal=USR1@60` sends it, and then the end."""
+    assert training.stdout is not None
+    training.send_signal(signal.SIGUSR1)
+    asked = next(line for line in training.stdout if line.startswith("SIGUSR1"))
+    step = int(asked.removeprefix("SIGUSR1: saving a checkpoint after step ").removesuffix(", and going on.\n"))
+    assert f"step-{step} in" in next(training.stdout)
+    for line in training.stdout:
+        if line.startswith(f"step {step + 3:>5}/"):
+            break
+    assert checkpoints(tmp_path) == ["latest", f"step-{step}"]
+
+
 def test_error_in_the_ranks_is_printed_once(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
     code, out, err = finish(start("train", config, "--data.paths", tmp_path / "nowhere"))

@@ -47,10 +47,11 @@ from fullshard.train.config import (
 from fullshard.train.errors import CheckpointError, DivergedError, TrainError
 from fullshard.train.generate import generate
 from fullshard.train.llama import build_llama
+from fullshard.train.lock import RunLock
 from fullshard.train.loss import backward_window, token_loss_sum
 from fullshard.train.progress import SilentProgress, StepReport
 from fullshard.train.stop import StopRequest
-from fullshard.train.trainer import Trainer
+from fullshard.train.trainer import Parts, Trainer
 from fullshard.train.windows import IGNORED_LABEL, Batch
 from fullshard.train.worker import build_sharded, prepare, train
 from fullshard.train.world import Place, World
@@ -87,6 +88,12 @@ def make_world(rank: int, replicas: int = 1) -> World:
     return World(Place(rank, size, rank, size), torch.device("cpu"), mesh)
 
 
+def prepared(rank: int, config: Config) -> tuple[Parts, Progress]:
+    """A run that is about to begin, without a lock on its folder."""
+    with RunLock() as lock:
+        return prepare(config, make_world(rank), SilentProgress(), lock)
+
+
 class StopAfter(SilentProgress):
     """Asks to stop when a step is done, as a signal to one rank would."""
 
@@ -109,9 +116,10 @@ def train_once(rank: int, config: Config, stop_at: int = -1, replicas: int = 1) 
     """A whole run on the ranks of the pool. `stop_at`: the LAST rank alone is told to stop after this step."""
     stop = StopRequest()
     world = make_world(rank, replicas)
-    parts, progress = prepare(config, world, SilentProgress())
-    view = StopAfter(stop, stop_at) if rank == world.size - 1 else SilentProgress()
-    result, _ = train(parts, progress, view, stop)
+    with RunLock() as lock:
+        parts, progress = prepare(config, world, SilentProgress(), lock)
+        view = StopAfter(stop, stop_at) if rank == world.size - 1 else SilentProgress()
+        result, _ = train(parts, progress, view, stop)
     with torch.no_grad():
         shards = {name: local_part(p).clone() for name, p in parts.model.named_parameters()}
     return Trained(result.ending, result.validation_loss, shards)
@@ -225,7 +233,7 @@ def test_every_valid_token_weighs_the_same(cluster: Cluster, valid: tuple[tuple[
 
 
 def diverge(rank: int, config: Config, how: str) -> None:
-    parts, progress = prepare(config, make_world(rank), SilentProgress())
+    parts, progress = prepared(rank, config)
     parameter = parts.model.get_parameter("lm_head.weight")
     if rank == 1 and how == "parameter":
         with torch.no_grad():
@@ -301,7 +309,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(cluster: Cluster, tmp_
 
 
 def restore_generators(rank: int, config: Config, folder: Path) -> bool:
-    parts, _ = prepare(config, make_world(rank), SilentProgress())
+    parts, _ = prepared(rank, config)
     save_checkpoint(folder, parts.state(), Progress(1, 0, 4), keep=1)
     expected = torch.rand(3)
     load_checkpoint(folder / "step-1", parts.state())
@@ -375,7 +383,7 @@ def test_unusable_checkpoint_is_the_same_error_on_every_rank(
 
 
 def fail_while_saving(rank: int, config: Config, folder: Path) -> None:
-    parts, _ = prepare(config, make_world(rank), SilentProgress())
+    parts, _ = prepared(rank, config)
     save_checkpoint(folder, parts.state(), Progress(1, 0, 4), keep=2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -453,9 +461,10 @@ def profiled(rank: int, config: Config, stop_at: int = -1) -> tuple[Trained, lis
             notes.append(text)
 
     stop = StopRequest()
-    parts, progress = prepare(config, make_world(rank), SilentProgress())
     view = View(stop, stop_at)
-    result, summary = train(parts, progress, view, stop)
+    with RunLock() as lock:
+        parts, progress = prepare(config, make_world(rank), SilentProgress(), lock)
+        result, summary = train(parts, progress, view, stop)
     with torch.no_grad():
         shards = {name: local_part(p).clone() for name, p in parts.model.named_parameters()}
     assert (summary["profile"] is not None) == (stop_at < 0)

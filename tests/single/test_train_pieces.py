@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
 import math
 import os
+import queue
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,13 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from fullshard.train.checkpoint import MANIFEST_FILE, _prune, _publish, find_latest
 from fullshard.train.config import CheckpointConfig, Config, OptimConfig, RunConfig
-from fullshard.train.errors import CheckpointError, RankFailedError
+from fullshard.train.errors import CheckpointError, FolderInUseError, RankFailedError
 from fullshard.train.folder import MetricsLog, RunFolder, _make_folder, choose_folder
 from fullshard.train.launch import _explain
+from fullshard.train.lock import LOCK_FILE, RunLock
 from fullshard.train.optim import build_optimizer, learning_rate
 from fullshard.train.progress import LiveProgress, PlainProgress, StepReport, format_bytes, format_seconds
 from fullshard.train.settings import to_dict
-from fullshard.train.stop import EarlyStopError, listening
+from fullshard.train.stop import EarlyStopError, listening, passing_on
 
 
 def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
@@ -65,25 +70,32 @@ def make_run(folder: Path, *, saved: bool = False) -> None:
         (folder / "checkpoint" / "latest").write_text("step-1\n")
 
 
+def choose(config: Config) -> RunFolder:
+    """The folder that a run would get that ends at once."""
+    with RunLock() as lock:
+        return choose_folder(config, lock)
+
+
 def test_new_run_never_takes_the_folder_of_an_old_one(tmp_path: Path) -> None:
-    first = choose_folder(run_config(tmp_path))
+    first = choose(run_config(tmp_path))
     assert first.path == tmp_path / "a"
     make_run(tmp_path / "ab")
     make_run(tmp_path / "a-3")
-    assert choose_folder(run_config(tmp_path)).path.name == "a-4"
+    assert choose(run_config(tmp_path)).path.name == "a-4"
 
 
 def test_run_that_is_still_preparing_owns_its_folder(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    first, second = choose_folder(config), choose_folder(config)
+    first, second = choose(config), choose(config)
     assert [first.path.name, second.path.name] == ["a", "a-2"]
     # Both have seen the same folders, and only then does one make its own: the other takes the next number.
-    assert _make_folder(tmp_path, "a", 2) == tmp_path / "a-3"
+    with RunLock() as lock:
+        assert _make_folder(tmp_path, "a", 2, lock) == tmp_path / "a-3"
 
 
 def test_run_that_failed_while_preparing_does_not_use_up_its_name(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    failed = choose_folder(config)
+    failed = choose(config)
     failed.create(config)
     failed.corpus.mkdir()
     failed.discard()
@@ -96,15 +108,15 @@ def test_run_that_failed_while_preparing_does_not_use_up_its_name(tmp_path: Path
 
 def test_resume_takes_the_run_that_saved_last(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to resume"):
-        choose_folder(run_config(tmp_path, "yes"))
-    fresh = choose_folder(run_config(tmp_path, "auto"))
+        choose(run_config(tmp_path, "yes"))
+    fresh = choose(run_config(tmp_path, "auto"))
     assert not fresh.resumes
     fresh.discard()
     for number, name in enumerate(("a", "a-2")):
         make_run(tmp_path / name, saved=True)
         os.utime(tmp_path / name / "checkpoint" / "latest", ns=(number, number))
     make_run(tmp_path / "a-3")
-    chosen = choose_folder(run_config(tmp_path, "yes"))
+    chosen = choose(run_config(tmp_path, "yes"))
     assert (chosen.path.name, chosen.resumes) == ("a-2", True)
 
 
@@ -118,10 +130,80 @@ def test_resume_passes_over_an_experiment_with_another_model(tmp_path: Path) -> 
         step.mkdir()
         (step / MANIFEST_FILE).write_text(json.dumps({"config": to_dict(settings)}))
         os.utime(tmp_path / name / "checkpoint" / "latest", ns=(number, number))
-    assert choose_folder(config).path.name == "a"
-    assert choose_folder(other).path.name == "a-2"
+    assert choose(config).path.name == "a"
+    assert choose(other).path.name == "a-2"
     third = replace(config, train=replace(config.train, seed=config.train.seed + 1))
-    assert choose_folder(third).path.name == "a-2"  # none fits: the newest, whose loading says what differs
+    assert choose(third).path.name == "a-2"  # none fits: the newest, whose loading says what differs
+
+
+def test_second_run_that_resumes_in_one_folder_is_refused(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", saved=True)
+    for resume in ("yes", "auto"):
+        config = run_config(tmp_path, resume)
+        with RunLock() as first, RunLock() as second:
+            assert choose_folder(config, first).resumes
+            with pytest.raises(
+                FolderInUseError, match=rf"a is in use by process {os.getpid()} on .*another --run\.name"
+            ):
+                choose_folder(config, second)
+        assert choose(config).resumes  # the first has ended
+
+
+def test_a_process_that_is_killed_lets_go_of_its_folder(tmp_path: Path) -> None:
+    code = "import os, sys, fcntl; fcntl.flock(os.open(sys.argv[1], 66), fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder, RunLock() as lock:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert not lock.take(tmp_path)
+        holder.kill()
+        holder.wait()
+        assert lock.take(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["at once", "before its text", "before it saved"])
+def test_restart_of_a_run_without_a_checkpoint_goes_on_in_its_folder(tmp_path: Path, how: str) -> None:
+    """torchrun starts its ranks again: they must not end up in NAME-2."""
+    config = run_config(tmp_path, "auto")
+    begun = choose(config)
+    if how != "at once":
+        begun.create(config)
+    if how == "before it saved":
+        begun.corpus.mkdir()
+        log = MetricsLog(begun.path / "metrics.jsonl", 0)
+        log.write({"step": 1})
+        log.close()
+    with RunLock() as lock:
+        again = choose_folder(config, lock)
+        assert (again.path, again.resumes) == (begun.path, False)
+        with pytest.raises(FolderInUseError):
+            choose(config)
+    MetricsLog(begun.path / "metrics.jsonl", 0).close()
+    assert (begun.path / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("change", ["settings", "finished", "not auto"])
+def test_only_a_run_that_was_cut_short_is_begun_again(tmp_path: Path, change: str) -> None:
+    config = run_config(tmp_path, "auto")
+    begun = choose(config)
+    begun.create(config)
+    if change == "settings":
+        config = replace(config, optim=OptimConfig(lr=0.5))
+    elif change == "finished":
+        begun.write_summary({})
+    else:
+        config = run_config(tmp_path, "no")
+    assert choose(config).path.name == "a-2"
+
+
+def test_a_file_system_without_locks_is_used_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_handle: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with RunLock() as lock:
+        assert lock.take(tmp_path)
+        assert not lock.works
 
 
 def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
@@ -318,6 +400,27 @@ def test_second_ctrl_c_ends_at_once() -> None:
         assert stop.pending() == signal.SIGINT
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_to_save_is_noted_once_even_before_training() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with listening(launched=True) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.pending() == 0
+        assert [stop.take_save(), stop.take_save()] == [True, False]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_launcher_passes_the_signal_to_save_on_and_lives() -> None:
+    """Ranks that have not come to listen yet are started with it blocked: it waits for them."""
+    sent: queue.Queue[int] = queue.Queue()
+    with passing_on(sent.put):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert sent.get(timeout=10) == signal.SIGUSR1
+        ask = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+        shown = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    assert "SIGUSR1" in shown
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_an_orphan_asks_to_stop() -> None:

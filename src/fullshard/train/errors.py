@@ -4,6 +4,7 @@ TrainError            1  anything below, and what has no better class
 ├── ConfigError       2  the configuration or the command line is wrong
 ├── DataError         1  the corpus cannot be read or is too small
 ├── CheckpointError   1  a checkpoint is missing, damaged or does not fit this run
+├── FolderInUseError  1  another process is writing into the run folder
 ├── RankFailedError        1  a rank died or raised; the others were ended
 └── DivergedError     4  the loss or the gradient norm is no longer a finite number
 """
@@ -31,6 +32,10 @@ class DataError(TrainError):
 
 class CheckpointError(TrainError):
     """A checkpoint is missing, incomplete, damaged, or was written by a different run."""
+
+
+class FolderInUseError(TrainError):
+    """A run folder belongs to a process that is still running."""
 
 
 class RankFailedError(TrainError):

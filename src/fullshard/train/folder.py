@@ -6,8 +6,11 @@
     checkpoint/       see fullshard.train.checkpoint
     profile/          of some steps, with --profile: trace.json, summary.txt, summary.json
     summary.json      what was printed at the end
+    .lock             held by the run that writes here
 
 A new run never writes into the folder of another one: if `runs/NAME` is taken it becomes `runs/NAME-2`, and so on.
+With `checkpoint.resume = "auto"` one that was cut short before it could save anything is begun again in its folder: so
+a launcher that restarts its ranks comes back to the same folder whenever they died.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from typing import Any, TextIO
 
 from fullshard.train.checkpoint import CHECKPOINT_FOLDER, LATEST_FILE, belongs_to
 from fullshard.train.config import Config
-from fullshard.train.errors import CheckpointError
-from fullshard.train.settings import to_toml
+from fullshard.train.errors import CheckpointError, ConfigError
+from fullshard.train.lock import LOCK_FILE, RunLock
+from fullshard.train.settings import load_settings, to_dict, to_toml
 
 METRICS_FILE, CONFIG_FILE, SUMMARY_FILE, CORPUS_FOLDER = "metrics.jsonl", "config.toml", "summary.json", "corpus"
+TEMPORARY = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class RunFolder:
                 checkpoint=replace(config.checkpoint, resume="no"),
                 profile=replace(config.profile, enabled=False),
             )
-            (self.path / CONFIG_FILE).write_text(to_toml(fresh), encoding="utf-8")
+            replace_text(self.path / CONFIG_FILE, to_toml(fresh))
 
     def discard(self) -> None:
         """Give the name free again, if the run failed before there was anything to keep (a wrong path, say)."""
@@ -65,11 +70,11 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Keep the summary beside the metrics."""
-        (self.path / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        replace_text(self.path / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
-def choose_folder(config: Config) -> RunFolder:
-    """The run folder: the newest one to resume from, or a new one, which is made here and so belongs to this run."""
+def choose_folder(config: Config, lock: RunLock) -> RunFolder:
+    """The run folder, with its lock taken: the newest one to go on in, or a new one, which is made here."""
     base = Path(config.run.folder)
     taken = _numbered(base, config.run.name)
     if config.checkpoint.resume != "no":
@@ -78,6 +83,7 @@ def choose_folder(config: Config) -> RunFolder:
         fitting = [path for path in saved if belongs_to(path / CHECKPOINT_FOLDER, config)] or saved
         if fitting:
             newest = max(fitting, key=lambda path: (path / CHECKPOINT_FOLDER / LATEST_FILE).stat().st_mtime_ns)
+            lock.require(newest)
             return RunFolder(newest, resumes=True)
         if config.checkpoint.resume == "yes":
             raise CheckpointError(
@@ -85,19 +91,47 @@ def choose_folder(config: Config) -> RunFolder:
                 f"{' or its numbered followers' if taken else ' (there is no such folder)'}. Check --run.folder and "
                 f"--run.name, or start without --resume (--checkpoint.resume auto starts fresh when there is none)."
             )
-    return RunFolder(_make_folder(base, config.run.name, max(taken, default=0) + 1), resumes=False)
+        cut_short = [number for number, path in taken.items() if _begun_by(path, config)]
+        if cut_short:
+            last = taken[max(cut_short)]
+            lock.require(last)
+            # Its holder may have saved, and ended, since it was looked at.
+            return RunFolder(last, resumes=(last / CHECKPOINT_FOLDER / LATEST_FILE).exists())
+    return RunFolder(_make_folder(base, config.run.name, max(taken, default=0) + 1, lock), resumes=False)
 
 
-def _make_folder(base: Path, name: str, number: int) -> Path:
-    """Make NAME-number, or the next one that nobody has."""
+def _make_folder(base: Path, name: str, number: int, lock: RunLock) -> Path:
+    """Make NAME-number, or the next one that nobody has, and take its lock."""
     while True:
         path = base / (name if number == 1 else f"{name}-{number}")
+        number += 1
         try:
             path.mkdir(parents=True)  # fails if it exists: of two runs that start at once, one gets it
         except FileExistsError:
-            number += 1
-        else:
+            continue
+        if lock.take(path):  # else somebody took it for one whose run was cut short
             return path
+
+
+def _begun_by(path: Path, config: Config) -> bool:
+    """Whether a run with these settings began here and was cut short before it had saved anything."""
+    entries = {entry.name for entry in path.iterdir()} if path.is_dir() else {SUMMARY_FILE}
+    if not entries - {LOCK_FILE, CONFIG_FILE + TEMPORARY}:
+        return True  # cut short before it had written what it is
+    if SUMMARY_FILE in entries or CONFIG_FILE not in entries:
+        return False
+    try:
+        begun = to_dict(load_settings(path / CONFIG_FILE).config)
+    except ConfigError:
+        return False
+    return all(begun[section] == to_dict(config)[section] for section in ("model", "data", "train", "optim"))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all, whenever this process is killed."""
+    aside = path.with_name(path.name + TEMPORARY)
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
 
 
 def _numbered(base: Path, name: str) -> dict[int, Path]:
@@ -119,10 +153,7 @@ class MetricsLog:
         self._path = path
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= first_step]
-            # Aside and renamed: a kill in between must not lose what the run has measured.
-            aside = path.with_name(path.name + ".tmp")
-            aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            aside.replace(path)
+            replace_text(path, "".join(line + "\n" for line in kept))
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -19,11 +21,12 @@ from fullshard.errors import CommunicationError
 from fullshard.train.config import Config
 from fullshard.train.errors import RankFailedError
 from fullshard.train.rendezvous import LOOPBACK, use_loopback_rendezvous
+from fullshard.train.stop import passing_on
 
 # Exit codes that a rank chooses on purpose; every other one is a failure (1).
 STOPPED_CODES = (75, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 MEANINGFUL_CODES = (2, 4, *STOPPED_CODES)
-_SHARED_ERRORS = ("TrainError", "ConfigError", "DataError", "CheckpointError", "DivergedError")
+_SHARED_ERRORS = ("TrainError", "ConfigError", "DataError", "CheckpointError", "FolderInUseError", "DivergedError")
 _LOST_PEER_SIGNS = (
     "CommunicationError",
     "PeerLostError",
@@ -46,7 +49,8 @@ def launch(config: Config, arguments: Callable[[Path], Sequence[str]], saves: bo
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         status = Path(folder) / "status.json"
         try:
-            elastic_launch(_launch_config(config), sys.executable)(*arguments(status))
+            with passing_on(_send_to_ranks):
+                elastic_launch(_launch_config(config), sys.executable)(*arguments(status))
         except ChildFailedError as error:
             return _explain(error, saves)
         except SignalException as caught:
@@ -68,6 +72,12 @@ def _launch_config(config: Config) -> LaunchConfig:
         monitor_interval=0.1,
         shutdown_timeout=int(config.runtime.grace_seconds),
     )
+
+
+def _send_to_ranks(number: int) -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
 
 
 def _explain(error: ChildFailedError, saves: bool) -> int:

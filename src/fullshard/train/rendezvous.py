@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,

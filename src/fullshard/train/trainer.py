@@ -22,7 +22,7 @@ from fullshard.train.memory import StateBytes, memory_now, memory_peak, state_by
 from fullshard.train.optim import learning_rate, set_learning_rate
 from fullshard.train.profile import StepProfile
 from fullshard.train.progress import ProgressView, StepReport, bits_per_byte
-from fullshard.train.stop import StopRequest
+from fullshard.train.stop import SAVE_SIGNAL, StopRequest
 from fullshard.train.windows import Batch, TrainStream, ValidationWindows
 from fullshard.train.world import World
 
@@ -69,6 +69,7 @@ class RankNumbers:
     loss_sums: tuple[float, ...]
     tokens: tuple[int, ...]  # that count
     stops: tuple[int, ...]  # signal numbers
+    saves: tuple[int, ...]  # 1 where a checkpoint is asked for
     memory: tuple[int, ...]  # bytes
     peak_memory: tuple[int, ...]
 
@@ -112,12 +113,15 @@ class Trainer:
         ending: Ending = "finished"
         self.stop.begin()
         while self.step < config.train.steps:
-            stop = self.train_step()
+            ranks = self.train_step()
+            stop, asked = max(ranks.stops), any(ranks.saves)
             if stop:
                 ending = "interrupted" if stop == signal.SIGINT else "preempted"
                 self.view.note(f"{signal.Signals(stop).name}: stopping after step {self.step}; saving a checkpoint.")
                 break
-            if config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
+            if asked:
+                self.view.note(f"{SAVE_SIGNAL.name}: saving a checkpoint after step {self.step}, and going on.")
+            if asked or (config.checkpoint.interval and self.step % config.checkpoint.interval == 0):
                 with self.profile.range("checkpoint"):
                     self.save()
             if config.eval.interval and self.step % config.eval.interval == 0 and self.step < config.train.steps:
@@ -129,8 +133,8 @@ class Trainer:
         after = self.validate() if ending == "finished" and self.reports else None
         return self._result(ending, before, after)
 
-    def train_step(self) -> int:
-        """One optimizer step; returns the number of the signal that asks all ranks to stop, or 0."""
+    def train_step(self) -> RankNumbers:
+        """One optimizer step; returns what every rank has reported in it."""
         self.profile.begin_step()
         started = time.perf_counter()
         with self.profile.range("data"):
@@ -162,7 +166,7 @@ class Trainer:
         with self.profile.range("report"):
             self._report(report)
         self.profile.end_step(self.view)
-        return max(ranks.stops)
+        return ranks
 
     def _gradients(self, batches: list[Batch]) -> tuple[float, RankNumbers]:
         """(norm of the gradients before they were clipped, what every rank reports)."""
@@ -176,8 +180,9 @@ class Trainer:
         with self.profile.range("clip"):
             norm = float(clip_grad_norm_(model, config.max_grad_norm))
         with self.profile.range("numbers of all ranks"):
-            own = [loss_sum, own_tokens, self.stop.pending(), memory_now(world.device), memory_peak(world.device)]
-            losses, *rest = world.gather_numbers(own).T.tolist()
+            asked = [self.stop.pending(), self.stop.take_save()]
+            memory = [memory_now(world.device), memory_peak(world.device)]
+            losses, *rest = world.gather_numbers([loss_sum, own_tokens, *asked, *memory]).T.tolist()
         return norm, RankNumbers(tuple(losses), *(tuple(map(int, column)) for column in rest))
 
     def _update(self) -> float:

@@ -29,6 +29,7 @@ from fullshard.train.errors import CheckpointError
 from fullshard.train.folder import RunFolder, choose_folder
 from fullshard.train.generate import generate
 from fullshard.train.llama import build_llama
+from fullshard.train.lock import RunLock
 from fullshard.train.optim import build_optimizer
 from fullshard.train.progress import ProgressView, SilentProgress, make_progress
 from fullshard.train.stop import StopRequest, listening
@@ -61,8 +62,8 @@ def run_worker(config: Config, place: Place, output: Output) -> int:
     view: ProgressView = SilentProgress()
     if place.rank == 0:
         view = make_progress(console, output.plain, config.run.log_interval)
-    with listening(output.launched) as stop, joined(config, place) as world, view:
-        parts, progress = prepare(config, world, view)
+    with listening(output.launched) as stop, RunLock() as lock, joined(config, place) as world, view:
+        parts, progress = prepare(config, world, view, lock)
         result, summary = train(parts, progress, view, stop)
     if place.rank == 0:
         print_summary(console, summary)
@@ -76,9 +77,11 @@ def run_worker(config: Config, place: Place, output: Output) -> int:
     return EXIT_CODES[result.ending]
 
 
-def prepare(config: Config, world: World, view: ProgressView) -> tuple[Parts, Progress]:
-    """Run folder, corpus, sharded model, optimizer, and where to start."""
-    folder = world.on_first(lambda: choose_folder(config))
+def prepare(config: Config, world: World, view: ProgressView, lock: RunLock) -> tuple[Parts, Progress]:
+    """Run folder, corpus, sharded model, optimizer, and where to start. Rank 0 then holds `lock` of the folder."""
+    folder = world.on_first(lambda: choose_folder(config, lock))
+    if not lock.works:
+        view.note(f"warning: the file system of {folder.path} has no locks: nothing keeps a second run out of it.")
     try:
         return _prepare_in(folder, config, world, view)
     except BaseException:  # also Ctrl-C
