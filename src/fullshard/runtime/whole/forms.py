@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,6 +67,10 @@ class Form:
         own = local_of(like).device
         device = like.device_mesh.device_type if own.type == "meta" else own
         return sharded_like(like, local.to(device, copy=fresh), local.new_empty(0, device=device))
+
+    def take(self, value: torch.Tensor, has: Any, parameter: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - for others
+        """`value` as it is, of the state of `parameter`, which `has` another one now; a copy, nobody else's."""
+        return value.clone()
 
 
 def of_chunks(value: ShardedTensor, like: DTensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ step is taken to make state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ def write_optimizer(
         ValueError: A parameter of the optimizer is not in the model.
     """
     saved = optimizer.state_dict() if state_dict is None else state_dict
-    names = _names_by_key(model, optimizer, saved)
+    names = names_by_key(names_in(model), optimizer, saved, type(model).__name__)
     gatherer, keep = Gatherer("full optimizer state"), keeps_values(model, form)
     state: dict[str, dict[str, Any]] = {}
     for key, name in names.items():
@@ -109,7 +109,18 @@ def read_optimizer(
     """
     if "state" not in named:
         raise ValueError(f"the saved optimizer state has no 'state', only {sorted(map(str, named))}")
-    names = _names_by_key(model, optimizer, None)
+    names = names_by_key(names_in(model), optimizer, None, type(model).__name__)
+    return read_by_names(names, optimizer, form, named, fetch)
+
+
+def read_by_names(
+    names: dict[Any, str],
+    optimizer: torch.optim.Optimizer,
+    form: Form,
+    named: Mapping[str, Any],
+    fetch: Callable[[Any, str], Any] = lambda value, _name: value,
+) -> StateDict:
+    """As `read_optimizer`, with `names` of the optimizer's parameters by their keys, see `names_by_key`."""
     parameters = _parameters_by_key(optimizer)
     if "param_groups" in named:
         _check_names(set(names.values()), named)
@@ -129,8 +140,8 @@ def read_optimizer(
     if "param_groups" not in named:
         return {"state": state}
     groups = []
-    for number, group in enumerate(_numbered_groups(optimizer)):
-        source = _group_of([names[key] for key in group], named["param_groups"], number)
+    for number, group in enumerate(numbered_groups(optimizer)):
+        source = group_of([names[key] for key in group], named["param_groups"], number)
         groups.append({**copy.deepcopy(_settings(source)), "params": group})
     return {"state": state, "param_groups": groups}
 
@@ -146,7 +157,7 @@ def _check_names(present: set[str], named: Mapping[str, Any]) -> None:
         )
 
 
-def _group_of(names: list[str], saved: list[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
+def group_of(names: list[str], saved: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
     """The saved group with these parameters; one without parameters goes by its number."""
     found = [group for group in saved if set(names) & set(group["params"])]
     if not names and number < len(saved):
@@ -190,14 +201,15 @@ class _Reader:
         if isinstance(value, DTensor):
             refuse_rows_of_others({f"{name}.{kind}": value}, "")
         if is_plain or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
-            return value.clone()
+            return self.form.take(value, has, parameter)
         if isinstance(has, DTensor):
             like = has
         elif value.shape == parameter.shape:
             like = parameter
         else:  # a factor of another shape, made from the gradient: every rank holds all of it
             everywhere = [Replicate()] * parameter.device_mesh.ndim
-            return DTensor.from_local(value.to(parameter.device), parameter.device_mesh, everywhere, run_check=False)
+            local = self.form.take(value, None, parameter).to(parameter.device)
+            return DTensor.from_local(local, parameter.device_mesh, everywhere, run_check=False)
         # Fresh: a view of this rank's rows would keep the whole tensor in memory.
         made = self.form.read(value, like, fresh=True)
         if not isinstance(made, DTensor):
@@ -279,7 +291,7 @@ def _announce(named: Mapping[str, Any]) -> tuple[StateDict, list[torch.Tensor]]:
 # Names and numbers
 
 
-def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+def numbered_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     """The numbers that `state_dict()` gives the parameters of each group."""
     count = 0
     groups = []
@@ -293,18 +305,32 @@ def _parameters_by_key(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tens
     return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
-def _names_by_key(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any] | None
+def names_in(model: nn.Module) -> dict[int, str]:
+    """Identity of each parameter -> its name in the plain model."""
+    return {id(p): plain_name(name) for name, p in model.named_parameters()}
+
+
+def names_by_key(
+    names: Mapping[int, str], optimizer: torch.optim.Optimizer, saved: Mapping[str, Any] | None, owner: str
 ) -> dict[Any, str]:
-    """Name of each parameter by its key in a state dict of `optimizer`; keys are numbers unless `saved` has others."""
-    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    """Name of each parameter by its key in a state dict of `optimizer`; keys are numbers unless `saved` has others.
+
+    Args:
+        names: By the identity of parameters.
+        optimizer: Any torch optimizer.
+        saved: What its `state_dict()` returned.
+        owner: What has these parameters, for the message.
+
+    Raises:
+        ValueError: A parameter has no name.
+    """
     parameters = _parameters_by_key(optimizer)
     unknown = [number for number, p in parameters.items() if id(p) not in names]
     if unknown:
         number = unknown[0]
         raise ValueError(
             f"parameter {number} of the {type(optimizer).__name__} (shape {tuple(parameters[number].shape)}) and "
-            f"{len(unknown) - 1} more are not parameters of this {type(model).__name__}; pass the model that the "
+            f"{len(unknown) - 1} more are not parameters of this {owner}; pass the model that the "
             "optimizer was built for, and build the optimizer after sharding"
         )
     keys: Iterable[Any] = parameters
@@ -336,7 +362,7 @@ def rekey(saved: Mapping[str, Any], to_names: bool, model: nn.Module, optimizer:
         raise ValueError(f"the optimizer state has keys of several types: {sorted(kind.__name__ for kind in kinds)}")
     if kinds <= ({str} if to_names else {int}):
         return dict(saved)
-    names: dict[Any, Any] = _names_by_key(model, optimizer, None)
+    names: dict[Any, Any] = names_by_key(names_in(model), optimizer, None, type(model).__name__)
     table = names if to_names else {name: number for number, name in names.items()}
     unknown = [key for group in saved["param_groups"] for key in group["params"] if key not in table]
     if unknown:
