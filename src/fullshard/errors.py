@@ -19,6 +19,8 @@ Bad arguments raise the built-in `ValueError` and `TypeError`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FullshardError(Exception):
     """Base class of all errors of this package."""
@@ -45,7 +47,15 @@ class RanksDisagreeError(FullshardError, RuntimeError):
 
 
 class CommunicationError(FullshardError, RuntimeError):
-    """A collective failed; the message names rank, unit, command, parameter and peers."""
+    """A collective failed; the message names rank, unit, command, parameter and peers.
+
+    Attributes:
+        ranks: Who had not taken part in it, as far as this rank can tell: with some backends all the others.
+    """
+
+    def __init__(self, message: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class PeerTimeoutError(CommunicationError, TimeoutError):

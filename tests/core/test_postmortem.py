@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fullshard.core.postmortem import Told, Trail, first_difference, report
+from fullshard.core.postmortem import Told, Trail, first_difference, report, suspect
 
 
 def trail(*steps: tuple[int, str], last: str = "step 1: wait", end: str = "") -> Trail:
@@ -59,13 +61,44 @@ def test_report_has_a_line_for_every_rank() -> None:
     assert report(told, [0, 1, 2]).splitlines() == [
         "What each rank did last:",
         "  rank 0: step 3: wait for the gather of unit 'b' (command 2 of step 3); PeerTimeoutError: x",
-        "  rank 1 posted nothing: its process has ended, or it is stuck or busy outside of fullshard",
+        (
+            "  rank 1 posted nothing: its process has ended, it is stuck or busy outside of fullshard, or the network "
+            "to it is cut"
+        ),
         "  rank 2: step 1: wait (before any command)",
+        "Look first at rank 1: stopped, stuck, busy with something else, or not to be reached.",
     ]
 
 
+WAITS = trail(end="PeerTimeoutError: x")
+RAISED = replace(trail(end="its forward raised ValueError: bad"), is_cause=True)
+
+
+@pytest.mark.parametrize(
+    ("trails", "expected"),
+    [
+        # Its own error counts for more than silence, silence for more than waiting.
+        ({0: WAITS, 2: RAISED}, "Look first at rank 2: its forward raised ValueError: bad."),
+        (
+            {0: RAISED, 1: RAISED},
+            "Look first at rank 0: its forward raised ValueError: bad; rank 1: its forward raised",
+        ),
+        ({0: WAITS, 1: WAITS}, "Look first at rank 2: stopped"),
+        # Rank 1 may only be late to speak: nobody waited for it.
+        ({0: replace(WAITS, waits_for=(2,))}, "Look first at rank 2: stopped"),
+        ({0: replace(WAITS, waits_for=(1, 2))}, "Look first at ranks [1, 2]: stopped"),
+        # Rank 1 waited, too; only with some backends is it known for whom.
+        ({0: replace(WAITS, waits_for=(1, 2), lost=True), 1: WAITS}, "Look first at rank 2: ended without a word"),
+        ({0: WAITS, 1: WAITS, 2: WAITS}, ""),
+    ],
+)
+def test_whom_to_look_at_first(trails: dict[int, Trail], expected: str) -> None:
+    assert suspect(trails, [0, 1, 2]).startswith(expected)
+    assert bool(suspect(trails, [0, 1, 2])) == bool(expected)
+
+
 def test_trail_survives_the_way_to_another_rank() -> None:
-    told = trail((1, "ab"), (2, "a"), end="its 'end'")
+    told = replace(trail((1, "ab"), (2, "a"), end="its 'end'"), is_cause=True, waits_for=(0, 2), lost=True)
     assert Trail.from_text(told.to_text()) == told
 
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cluster import Cluster
-from fullshard import fully_shard
+from fullshard import clip_grad_norm_, fully_shard
 from fullshard.errors import CommunicationError, PeerTimeoutError, RanksDisagreeError
+from fullshard.runtime.failures import debug as debugging
 
 
 def make_debugged(**options: Any) -> Any:
@@ -199,3 +200,34 @@ def test_names_of_any_length(cluster: Cluster) -> None:
 
 def test_errors_of_one_tree() -> None:
     assert not issubclass(RanksDisagreeError, CommunicationError), "the process group is still good after it"
+
+
+def check_nan(rank: int, debug: bool) -> tuple[str, list[str]]:
+    model = make_stack(count=4)
+    model.set_debug(debug)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(debugging._LOG, "warning", lambda text, *args: said.append(text % args))
+        for step in range(2):
+            if step == 1 and rank == 1:
+                model.blocks[2].register_full_backward_pre_hook(lambda *_: (torch.full((3, 8), torch.nan),))
+            model.zero_grad()
+            model(batch(rank, step)).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(model, 1.0).isnan()
+    return str(caught.value), said
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_nan_on_one_rank(cluster: Cluster, debug: bool) -> None:
+    """All ranks say which gradients, and in debug mode on which rank and with which parameter it began."""
+    (text, said), (other, others) = cluster.run(check_nan, debug)
+    assert text == other
+    assert said == others
+    assert "the gradient norm of order 2.0 is nan, so the gradients cannot be clipped" in text
+    names = "'blocks.0.weight', 'blocks.0.bias', 'blocks.1.weight' and 3 more"
+    where = "parameter 'weight' of unit 'blocks.2' on rank 1, in the backward of step 2"
+    end = f"It began with {where}" if debug else "FULLSHARD_DEBUG=1 tells on which rank it begins"
+    assert text.endswith(f"Not finite: the gradients of {names}. {end}"), text
+    assert said == ([f"a gradient is not finite: {where}"] if debug else [])

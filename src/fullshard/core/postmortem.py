@@ -33,11 +33,17 @@ class Trail:
         commands: Its latest communicating commands, newest last.
         last: What it did last, in words.
         end: How it ended: its error, in one line.
+        is_cause: Whether that was something of its own, not that others did not come.
+        waits_for: Ranks that it gave up waiting for, as far as it can tell: some of them may wait themselves.
+        lost: Whether it gave up because the process of one of them had ended.
     """
 
     commands: tuple[Told, ...]
     last: str
     end: str = ""
+    is_cause: bool = False
+    waits_for: tuple[int, ...] = ()
+    lost: bool = False
 
     def to_text(self) -> str:
         """JSON, for another rank."""
@@ -51,7 +57,8 @@ class Trail:
             ValueError, KeyError, TypeError: It is none.
         """
         fields = json.loads(text)
-        return cls(tuple(Told(**told) for told in fields["commands"]), fields["last"], fields["end"])
+        told = tuple(Told(**command) for command in fields.pop("commands"))
+        return cls(told, waits_for=tuple(fields.pop("waits_for")), **fields)
 
     @property
     def place(self) -> str:
@@ -60,7 +67,7 @@ class Trail:
 
 
 def report(trails: Mapping[int, Trail], ranks: Sequence[int]) -> str:
-    """One line a rank, and a line about the first difference if there is one.
+    """One line a rank; the first difference if there is one; whom to look at first.
 
     Args:
         trails: What was told, by rank.
@@ -71,12 +78,36 @@ def report(trails: Mapping[int, Trail], ranks: Sequence[int]) -> str:
         trail = trails.get(rank)
         if trail is None:
             lines.append(
-                f"  rank {rank} posted nothing: its process has ended, or it is stuck or busy outside of fullshard"
+                f"  rank {rank} posted nothing: its process has ended, it is stuck or busy outside of fullshard, or "
+                "the network to it is cut"
             )
         else:
             lines.append(f"  rank {rank}: {trail.last} ({trail.place}){'; ' if trail.end else ''}{trail.end}")
-    difference = first_difference(trails)
-    return "\n".join([*lines, difference] if difference else lines)
+    advice = (first_difference(trails), suspect(trails, ranks))
+    return "\n".join([*lines, *filter(None, advice)])
+
+
+def suspect(trails: Mapping[int, Trail], ranks: Sequence[int]) -> str:
+    """Whom to look at first, and why, in words; "" if nobody can be told from the others.
+
+    A rank that ended by itself, with or without an error, comes before one that says nothing; of those, one that others
+    waited for comes before one that may only be late to speak.
+    """
+    raised = [f"rank {rank}: {trails[rank].end}" for rank in sorted(trails) if trails[rank].is_cause]
+    if raised:
+        return f"Look first at {'; '.join(raised)}."
+    waited_for = {rank for trail in trails.values() for rank in trail.waits_for}
+    silent = [rank for rank in ranks if rank not in trails]
+    silent = [rank for rank in silent if rank in waited_for] or silent
+    if not silent:
+        return ""
+    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent}"
+    if any(trail.lost for trail in trails.values()):
+        return (
+            f"Look first at {who}: ended without a word. Either it was killed (the kernel's log tells of a lack of "
+            "memory), or its program came to its end before those of the others."
+        )
+    return f"Look first at {who}: stopped, stuck, busy with something else, or not to be reached."
 
 
 def first_difference(trails: Mapping[int, Trail]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -172,9 +173,9 @@ def wait_for_ranks(work: Any, group: dist.ProcessGroup, device: torch.device, ca
     try:
         work.wait(limit)
     except RuntimeError as error:
-        where = f"rank {dist.get_rank()} waited for ranks {dist.get_process_group_ranks(group)}"
-        where += f" ({detail})" if detail else ""
-        raise translate(error, call, where, limit.total_seconds()) from error
+        ranks = dist.get_process_group_ranks(group)
+        where = f"rank {dist.get_rank()} waited for ranks {ranks}" + (f" ({detail})" if detail else "")
+        raise translate(error, call, where, limit.total_seconds(), ranks) from error
 
 
 def rank_chunks(tensor: torch.Tensor, chunk_numel: int, numel: int, size: int) -> list[torch.Tensor]:
@@ -182,7 +183,9 @@ def rank_chunks(tensor: torch.Tensor, chunk_numel: int, numel: int, size: int) -
     return [tensor[min(r * chunk_numel, numel) : min((r + 1) * chunk_numel, numel)] for r in range(size)]
 
 
-def translate(error: Exception, call: Call, where: str, limit_seconds: float) -> CommunicationError:
+def translate(
+    error: Exception, call: Call, where: str, limit_seconds: float, ranks: Sequence[int] = ()
+) -> CommunicationError:
     """The error of this package for a backend's error.
 
     Args:
@@ -190,11 +193,15 @@ def translate(error: Exception, call: Call, where: str, limit_seconds: float) ->
         call: The command it was for.
         where: Who waited for whom, such as "rank 0 waited for rank 1 (parameter 'w')".
         limit_seconds: Time limit of the wait.
+        ranks: Who may be missing; this rank itself does not count.
     """
+    others = [rank for rank in ranks if rank != dist.get_rank()]
     text = f"{call.op} of unit {call.unit!r}: {where}"
     lowered = str(error).lower()
     if "timed out" in lowered or "timeout" in lowered:
-        return PeerTimeoutError(f"{text}: nothing arrived within {limit_seconds:g} s. {EXPLAIN_LATE}")
+        return PeerTimeoutError(f"{text}: nothing arrived within {limit_seconds:g} s. {EXPLAIN_LATE}", others)
     if any(sign in lowered for sign in ("connection closed", "reset by peer", "broken pipe", "connection refused")):
-        return PeerLostError(f"{text}: the connection is closed, that process has ended. Look at its error first.")
-    return CommunicationError(f"{text}: {error}")
+        return PeerLostError(
+            f"{text}: the connection is closed, that process has ended. Look at its error first.", others
+        )
+    return CommunicationError(f"{text}: {error}", others)

@@ -115,7 +115,7 @@ class Exchange:
         peers = missing or set(range(transport.size)) - {transport.rank}
         ranks = [transport.global_ranks[p] for p in sorted(peers)]
         where = f"rank {transport.global_ranks[transport.rank]} waited for rank(s) {ranks}"
-        return translate(error, self._call, f"{where} (parameter {label!r})", transport.limit.total_seconds())
+        return translate(error, self._call, f"{where} (parameter {label!r})", transport.limit.total_seconds(), ranks)
 
 
 class _Gathering:

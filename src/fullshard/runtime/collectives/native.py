@@ -54,8 +54,9 @@ class Started:
                 work.wait(transport.limit)
             except RuntimeError as error:
                 # A collective of the backend does not tell which of its ranks is missing.
-                where = f"rank {dist.get_rank()} waited for ranks {transport.global_ranks} (parameter {label!r})"
-                raise translate(error, self.call, where, transport.limit.total_seconds()) from error
+                ranks, limit_seconds = transport.global_ranks, transport.limit.total_seconds()
+                where = f"rank {dist.get_rank()} waited for ranks {ranks} (parameter {label!r})"
+                raise translate(error, self.call, where, limit_seconds, ranks) from error
         transport.streams.join(self.event)
         self.keep.clear()
         if self._then is not None:

@@ -14,11 +14,20 @@ _KEY = "fullshard/post-mortem"
 _POLL_SECONDS = 0.05
 
 
-def post(text: str) -> None:
-    """Leave `text` for other ranks that may fail; an empty one takes it back. Returns at once."""
+def post(text: str, at_once: bool = False) -> Thread | None:
+    """Leave `text` for other ranks that may fail; an empty one takes it back.
+
+    Returns:
+        The thread that does it. With `at_once` it is done here: an interpreter that ends starts no threads.
+    """
     store = _store()
-    if store is not None:
-        _start(lambda: store.set(f"{_KEY}/{dist.get_rank()}", text))
+    if store is None:
+        return None
+    if not at_once:
+        return _start(lambda: store.set(f"{_KEY}/{dist.get_rank()}", text))
+    with suppress(Exception):
+        store.set(f"{_KEY}/{dist.get_rank()}", text)
+    return None
 
 
 def exchange_posts(text: str, ranks: Sequence[int], seconds: float) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 
 import torch
@@ -13,9 +14,11 @@ from fullshard.core.schedule import Command
 from fullshard.errors import RanksDisagreeError
 from fullshard.runtime.collectives import Call, GatherItem, Transport, command_tag, make_messages
 from fullshard.runtime.device import BufferPool, Streams
+from fullshard.runtime.failures.nonfinite import first_nonfinite
 from fullshard.runtime.failures.postmortem import Story
 from fullshard.runtime.unit import Unit
 
+_LOG = logging.getLogger("fullshard")
 _MESSAGE_BYTES = 256
 # After the numbers of the commands themselves, see `unit`.
 _CHECK = 7
@@ -58,9 +61,10 @@ class OrderCheck:
         self._number = self._number + 1 if self._step == self._story.step else 1
         self._step = self._story.step
         words = self._story.describe(command).encode("ascii", "replace").decode()  # one byte a letter: it must fit
+        nonfinite = first_nonfinite(unit)[-48:] if command.op is Op.REDUCE else ""
         what: list[object] = [words[-160:], _wire_bytes(command.op, unit)]
         for group in _groups_of(command.op, unit):
-            self._compare_over(group, [*what, self._number, self._step], unit)
+            self._compare_over(group, [*what, self._number, self._step, nonfinite], unit)
 
     def _compare_over(self, group: dist.ProcessGroup, message: list[object], unit: Unit) -> None:
         texts = self._exchange(group, message, unit)
@@ -75,6 +79,10 @@ class OrderCheck:
                     "in the same order; look for what depends on the rank: a skipped or swapped module, another number "
                     "of batches, a call on one rank only"
                 )
+            if theirs[-1] and not self._story.nonfinite:
+                where = f"parameter {theirs[-1]!r} of unit {unit.name or '(root)'!r} on rank {rank}"
+                self._story.nonfinite = f"{where}, in the backward of step {self._step}"
+                _LOG.warning("a gradient is not finite: %s", self._story.nonfinite)
 
     def _exchange(self, group: dist.ProcessGroup, message: list[object], unit: Unit) -> list[str]:
         device = unit.place.device
@@ -120,5 +128,5 @@ def _wire_bytes(op: Op, unit: Unit) -> int:
 
 
 def _words(message: list[object]) -> str:
-    text, nbytes, number, step = message
+    text, nbytes, number, step, _ = message
     return f"{text} ({nbytes} bytes, command {number} of step {step})"

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,15 @@ import torch.distributed as dist
 from fullshard.core.lifecycle import Op
 from fullshard.core.postmortem import MAX_COMMANDS, Told, Trail, report
 from fullshard.core.schedule import Command
-from fullshard.errors import CommunicationError
+from fullshard.errors import CommunicationError, PeerLostError
 from fullshard.runtime.collectives import exchange_posts, post
 from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
 
 # How long a rank whose communication failed waits for the words of the others.
 WAIT_SECONDS = 2.0
+# How long the end of the process waits for what is being posted.
+_LAST_WORDS_SECONDS = 1.0
 # Steps whose commands can be told apart.
 _STEPS = 8
 COMMUNICATES = frozenset({Op.GATHER, Op.GATHER_SECONDARY, Op.REDUCE, Op.ALL_REDUCE})
@@ -45,6 +48,7 @@ class Story:
     Attributes:
         step: Number of the latest step.
         count: Commands so far; the log may have forgotten the first ones.
+        nonfinite: In debug mode, where in this step a gradient was not finite first, in words; "" if none was.
     """
 
     def __init__(self, units: list[Unit], log: deque[Command]) -> None:
@@ -52,18 +56,21 @@ class Story:
         self._log = log
         self.step = 0
         self.count = 0
+        self.nonfinite = ""
         self._begins: deque[tuple[int, int]] = deque(maxlen=_STEPS)  # (step, commands before it)
         self._failed_in = ""
-        self._posted = False
+        self._end = ""  # what has been posted of how this rank ended
+        self._posting: Thread | None = None
         self._explained = False
+        weakref.finalize(self, _leave, weakref.ref(self))
 
     def begin_step(self) -> None:
         """A forward of the root begins."""
         self.step += 1
-        self._failed_in = ""
+        self._failed_in = self.nonfinite = ""
         self._begins.append((self.step, self.count))
-        if self._posted:  # what failed was overcome, and must not be taken for the cause of a later failure
-            self._posted = False
+        if self._end:  # what failed was overcome, and must not be taken for the cause of a later failure
+            self._end = ""
             post("")
 
     def describe(self, command: Command) -> str:
@@ -83,12 +90,23 @@ class Story:
 
     def backward_died(self, _graph: weakref.ref[object]) -> None:
         """An exception has left a backward. Called by the garbage collector, so nothing is known about it here."""
-        self._post("its backward raised; see that rank's error")
+        self._post("its backward raised", "; see that rank's error")
 
-    def _post(self, end: str) -> None:
+    def process_ends(self) -> None:
+        """The program is over, with or without an error: others that wait for this rank shall know which."""
+        error = getattr(sys, "last_value", None)  # what nobody has caught
+        what = "without an error that nobody caught" if error is None else f"with {_line(error)}"
+        told = error is not None and _line(error) in self._end
+        end = self._end if told else "; ".join(filter(None, (self._end, f"its program ended {what}")))
+        if self._posting is not None:  # or it may come to its end after what is posted now, or not at all
+            self._posting.join(_LAST_WORDS_SECONDS)
+        self._post(end, at_once=True)
+
+    def _post(self, end: str, advice: str = "", *, at_once: bool = False) -> None:
         if self._communicates() and not self._explained:
-            self._posted = True
-            post(self._trail(end).to_text())
+            self._end = end
+            text = Trail(tuple(self._told()), self._last(), end + advice, is_cause=True).to_text()
+            self._posting = post(text, at_once)
 
     def explain(self, error: CommunicationError) -> None:
         """Add to `error` what every rank did last, as far as they tell within a short time. Never raises."""
@@ -97,7 +115,8 @@ class Story:
                 return
             self._explained = True  # what follows in this process, such as the end of a backward, is no cause
             # Up to the parameter: what follows is advice.
-            own = self._trail(_line(error).partition(" (parameter")[0]).to_text()
+            end, lost = _line(error).partition(" (parameter")[0], isinstance(error, PeerLostError)
+            own = Trail(tuple(self._told()), self._last(), end, waits_for=error.ranks, lost=lost).to_text()
             ranks = sorted({rank for unit in self._units for rank in unit.place.mesh.mesh.flatten().tolist()})
             trails = {}
             for rank, text in exchange_posts(own, ranks, WAIT_SECONDS).items():
@@ -108,9 +127,8 @@ class Story:
     def _communicates(self) -> bool:
         return dist.is_initialized() and dist.get_world_size() > 1
 
-    def _trail(self, end: str) -> Trail:
-        last = f"step {self.step}: " + (self.describe(self._log[-1]) if self._log else "nothing yet")
-        return Trail(tuple(self._told()), last, end)
+    def _last(self) -> str:
+        return f"step {self.step}: " + (self.describe(self._log[-1]) if self._log else "nothing yet")
 
     def _told(self) -> list[Told]:
         """The latest communicating commands, oldest first, with their places."""
@@ -131,6 +149,13 @@ class Story:
     def _numbered(self, step: int, newest_first: list[Command]) -> list[Told]:
         texts = [self.describe(command) for command in reversed(newest_first) if command.op in COMMUNICATES]
         return [Told(step, number, text) for number, text in enumerate(texts, start=1)]
+
+
+def _leave(story: weakref.ref[Story]) -> None:
+    """The story is forgotten; or it is not, then this is the end of the process."""
+    found = story()
+    if found is not None:
+        found.process_ends()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.runtime.collectives import sum_scalars
 from fullshard.runtime.dtensors import local_of
+from fullshard.runtime.failures.nonfinite import describe_nonfinite
 from fullshard.runtime.failures.postmortem import explained
 from fullshard.runtime.loop.in_backward import refuse_clipping
 from fullshard.runtime.params.gradients import GradientFlow
@@ -60,9 +61,10 @@ def clip_grad_norm_(
     with explained(wanted.values()):
         total = _total_norm(found, wanted, plain, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
+        which = describe_nonfinite(flows, wanted)
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
-            "look for the first loss that is not finite, or skip this step"
+            f"look for the first loss that is not finite, or skip this step. {which}".rstrip()
         )
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if coefficient.device.type == "cpu" and float(coefficient) == 1.0:

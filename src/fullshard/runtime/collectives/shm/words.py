@@ -105,10 +105,13 @@ class Words:
             if self._words[at] >= value:
                 return
             if self._has_ended(place) and self._words[at] < value:
-                raise PeerLostError(f"{self._whom(place, call)}: that process has ended. Look at its error first.")
+                raise PeerLostError(
+                    f"{self._whom(place, call)}: that process has ended. Look at its error first.", [self._names[place]]
+                )
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
-                    f"{self._whom(place, call)}: nothing arrived within {self._limit_seconds:g} s. {EXPLAIN_LATE}"
+                    f"{self._whom(place, call)}: nothing arrived within {self._limit_seconds:g} s. {EXPLAIN_LATE}",
+                    [self._names[place]],
                 )
 
     def _whom(self, place: int, call: Call) -> str:
