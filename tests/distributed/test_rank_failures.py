@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import shutil
 import signal
@@ -143,7 +144,8 @@ def fail(cluster: Cluster, *plan: str) -> tuple[list[str], Ended]:
         assert rest[0] == "What each rank did last:"
         for rank, line in enumerate(rest[1:4]):
             assert line.startswith(f"  rank {rank}"), text
-        assert rest[-1].startswith(f"Look first at rank {BAD}: "), text
+        # On a busy machine the other survivor may be too late with its word.
+        assert re.match(rf"Look first at rank(s \[[01], |) ?{BAD}\]?: ", rest[-1]), text
         texts.append(text)
     return texts, bad
 
@@ -157,9 +159,9 @@ def test_killed_rank(cluster: Cluster, tmp_path: Path, transport: str, where: st
     for text in texts:
         assert text.startswith("PeerLostError: ")
         assert f"  rank {BAD} posted nothing: its process has ended, it is stuck" in text
-        assert text.splitlines()[-1] == (
-            f"Look first at rank {BAD}: ended without a word. Either it was killed (the kernel's log tells of a lack "
-            "of memory), or its program came to its end before those of the others."
+        assert text.splitlines()[-1].endswith(
+            ": ended without a word. Either it was killed (the kernel's log tells of a lack of memory), or its program "
+            "came to its end before those of the others."
         )
 
 
