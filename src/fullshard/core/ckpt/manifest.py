@@ -25,6 +25,7 @@ _DTYPES = {
 }
 DTYPE_BYTES: Mapping[str, int] = {name: size for size, names in _DTYPES.items() for name in names.split()}
 MAX_BYTES = 2**62  # of a tensor or a file: sums of them stay far from what a 64-bit reader can hold
+_MAX_AXES = 64  # of a tensor or a mesh
 
 _T = TypeVar("_T")
 
@@ -231,10 +232,13 @@ def _division(value: Any, at: str, world_size: int) -> Division:
     if any(len(pair) != 2 for pair in pairs):
         _fail(f"{at}.splits", "pairs of (dimension, mesh axis)", splits)
     ranks = _integers(members.get("ranks"), f"{at}.ranks")
+    mesh = _integers(members.get("mesh"), f"{at}.mesh")
+    if len(mesh) > _MAX_AXES:  # work grows with the square of their number
+        _fail(f"{at}.mesh", f"at most {_MAX_AXES} axes", len(mesh))
     if ranks and max(ranks) >= world_size:
         _fail(f"{at}.ranks", f"ranks below the world size {world_size}", max(ranks))
     try:
-        return Division(_integers(members.get("mesh"), f"{at}.mesh"), ranks, tuple((d, a) for d, a in pairs))
+        return Division(mesh, ranks, tuple((d, a) for d, a in pairs))
     except ValueError as error:
         raise ManifestError(f"{at}: {error}") from None
 
@@ -248,7 +252,9 @@ def _tensor(value: Any, at: str, divisions: tuple[Division, ...]) -> TensorEntry
     if number >= len(divisions):
         _fail(f"{at}.division", f"a number below {len(divisions)}", number)
     entry = TensorEntry(_integers(members.get("shape"), f"{at}.shape"), dtype, number)
-    if len(entry.shape) > 64 or entry.nbytes > MAX_BYTES:
+    # Without zeros: nobody can count the elements of a shape like [2**62, 2**62, 0], though there are none.
+    numel = prod(size for size in entry.shape if size)
+    if len(entry.shape) > _MAX_AXES or numel * DTYPE_BYTES[dtype] > MAX_BYTES:
         _fail(f"{at}.shape", "a shape that any machine can hold", list(entry.shape[:8]))
     if not divisions[number].fits(entry.shape):
         _fail(f"{at}.division", f"splits of {len(entry.shape)} dimensions", [list(s) for s in divisions[number].splits])
@@ -268,6 +274,9 @@ def _check_together(manifest: Manifest) -> None:
     for rank, file in enumerate(manifest.files):
         if file.name != file_name(rank):  # anything else could lead out of the folder
             _fail(f"files[{rank}].name", repr(file_name(rank)), file.name)
+    needed, there = sum(t.nbytes for t in manifest.tensors.values()), sum(file.nbytes for file in manifest.files)
+    if needed > there:  # memory would be taken for what no file can hold
+        _fail("tensors", f"at most the {there} bytes of the files", f"tensors of {needed} bytes")
     if len(manifest.rank_state) not in (0, manifest.world_size):
         _fail("rank_state", f"no entry or {manifest.world_size}", len(manifest.rank_state))
     for alias, name in manifest.aliases.items():

@@ -89,9 +89,17 @@ class Checkpoint:
         return self.manifest.tensors[self.manifest.resolve(name)]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """All of a tensor, on the CPU."""
+        """All of a tensor, on the CPU.
+
+        Raises:
+            CheckpointError: There is no memory for it: it may be large, or the manifest may only say so.
+            CheckpointDamagedError: See `read`.
+        """
         entry = self.entry(name)
-        made = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        try:
+            made = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        except RuntimeError as error:
+            raise CheckpointError(f"{self.path}: no memory for tensor {name!r} of {entry.nbytes} bytes") from error
         self.read(name, Box.whole(entry.shape), made)
         return made
 
