@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.train.config import Config
 from fullshard.train.errors import TrainError
+from fullshard.train.rendezvous import meet
 
 T = TypeVar("T")
 
@@ -112,7 +113,8 @@ def joined(config: Config, place: Place) -> Iterator[World]:
         # One rank needs no rendezvous, so it also runs where no launcher has set an address.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
+        store = meet(place.rank, place.size, timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     try:
         # Gloo on every device: it waits in the kernel, sees a peer that died at once, and needs no accelerator.
         limit = timedelta(seconds=config.runtime.prepare_timeout_seconds)
