@@ -24,7 +24,13 @@ from fullshard.runtime.collectives.base import (
 from fullshard.runtime.collectives.custom import AllGather, Custom, CustomAllReduce, ReduceScatter, check_comm
 from fullshard.runtime.collectives.direct import Direct
 from fullshard.runtime.collectives.native import Native
-from fullshard.runtime.collectives.once import broadcast_from_first, exchange, exchange_flags, is_same
+from fullshard.runtime.collectives.once import (
+    broadcast_from_first,
+    exchange,
+    exchange_flags,
+    is_same,
+    separate_messages,
+)
 from fullshard.runtime.collectives.postbox import exchange_posts, post
 from fullshard.runtime.collectives.shm import Block, Neighbours, Shared, column_of, meet
 from fullshard.runtime.device import BufferPool, Streams
@@ -53,6 +59,7 @@ __all__ = [
     "make_transport",
     "post",
     "separate_group",
+    "separate_messages",
     "start_gather",
     "sum_scalars",
     "translate",

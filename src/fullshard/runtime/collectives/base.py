@@ -144,19 +144,27 @@ def time_limit(backend: Any) -> timedelta:
 
     The groups of a mesh are made with torch's default of half an hour, whatever the user gave `init_process_group`.
     """
-    limits = [_own_limit(backend)]
+    limits = [own_limit(backend)]
     if dist.is_initialized():
         default = dist.group.WORLD
-        limits += [_own_limit(default._get_backend(device)) for device in default._device_types] if default else []
+        limits += [own_limit(default._get_backend(device)) for device in default._device_types] if default else []
     return min((limit for limit in limits if limit is not None), default=timedelta(minutes=10))
 
 
-def _own_limit(backend: Any) -> timedelta | None:
+def own_limit(backend: Any) -> timedelta | None:
+    """The limit that a group was made with."""
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
     return limit if isinstance(limit, timedelta) else None
 
 
-def wait_for_ranks(work: Any, group: dist.ProcessGroup, device: torch.device, call: Call, detail: str = "") -> None:
+def wait_for_ranks(
+    work: Any,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    call: Call,
+    detail: str = "",
+    limit: timedelta | None = None,
+) -> None:
     """Wait for a collective that is no command of a unit, at most for the time limit.
 
     Args:
@@ -165,11 +173,12 @@ def wait_for_ranks(work: Any, group: dist.ProcessGroup, device: torch.device, ca
         device: Of its tensors.
         call: Names it in messages.
         detail: What else to say, in brackets.
+        limit: Time limit, if it is not that of steps.
 
     Raises:
         CommunicationError: A rank did not take part within the time limit.
     """
-    limit = time_limit(group._get_backend(device))
+    limit = limit or time_limit(group._get_backend(device))
     try:
         work.wait(limit)
     except RuntimeError as error:

@@ -1,0 +1,144 @@
+"""Checkpoints: every rank writes and reads its own part, at any number of ranks, in a plain and safe form.
+
+    from fullshard import checkpoint
+
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": checkpoint.RandomState(),
+             "loader": checkpoint.per_rank(loader), "position": position}
+    checkpoint.save("checkpoints", state, step=40, keep=3)       # checkpoints/step-40; or async_save
+    loaded = checkpoint.load("checkpoints", state)               # the newest one; loaded.values["position"]
+
+Files are described in docs/checkpoint-format.md; nothing is pickled, in or out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+)
+from fullshard.runtime.checkpoint.agree import Ranks
+from fullshard.runtime.checkpoint.background import BACKGROUND, PendingSave
+from fullshard.runtime.checkpoint.loading import Loaded, Strict, load_state
+from fullshard.runtime.checkpoint.publish import latest
+from fullshard.runtime.checkpoint.saving import Save, Where
+from fullshard.runtime.checkpoint.state import RandomState, only, per_rank
+
+__all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointMismatchError",
+    "Loaded",
+    "PendingSave",
+    "RandomState",
+    "async_save",
+    "latest",
+    "load",
+    "only",
+    "per_rank",
+    "save",
+]
+
+Folder = str | os.PathLike[str]
+
+
+def save(
+    root: Folder,
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save a checkpoint as `root/step-N`; all ranks call it, and all return or all raise.
+
+    Each rank writes the rows it holds, nothing is gathered. The folder appears under its name, and `root/latest` names
+    it, only when everything is on the disk; whatever is killed when, earlier checkpoints stay as they are.
+
+    Args:
+        root: Folder of checkpoints, the same one for all ranks.
+        state: By key: modules, optimizers, objects with `state_dict` and `load_state_dict`, `RandomState()`,
+            `per_rank(...)`, `only(...)`, or values that JSON knows.
+        step: Its number.
+        keep: Delete all but the `keep` highest steps afterwards; None: nothing is deleted.
+        overwrite: Replace a checkpoint of this step.
+        group: Ranks that save together; None: all. Its time limit bounds every wait.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointExistsError: There is one of this step.
+        CheckpointError: Some rank cannot describe or write its part; says which and why. Or the `async_save` before
+            failed.
+        CommunicationError: A rank is gone, or later than the time limit.
+    """
+    return _begin(state, Where.checked(root, step, keep, overwrite), group).write()
+
+
+def async_save(
+    root: Folder,
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> PendingSave:
+    """Like `save`, but return as soon as this rank's part is copied; a thread writes the copy.
+
+    What is changed afterwards does not reach the file. One save is pending at most: this and every other function here
+    first waits for the one before, and raises its error if that was not seen yet. The copy takes as much memory of the
+    host as this rank's part, and is kept for the next one.
+
+    Returns:
+        The pending save; `result()` waits for it. Call it before the process group is destroyed.
+    """
+    return BACKGROUND.start(_begin(state, Where.checked(root, step, keep, overwrite), group))
+
+
+def _begin(state: Mapping[str, Any], where: Where, group: dist.ProcessGroup | None) -> Save:
+    BACKGROUND.settle()
+    return Save(Ranks.of(group), where, state)
+
+
+def load(
+    path: Folder,
+    state: Mapping[str, Any],
+    *,
+    strict: Strict = True,
+    verify: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Load a checkpoint into what `state` has; all ranks call it, and all return or all raise.
+
+    It may have been saved by any number of ranks, on any mesh, sharded or not. Each rank reads the rows it needs.
+
+    Args:
+        path: A checkpoint, or a folder of them: then the newest complete one.
+        state: As of `save`. Keys that are not asked for are not loaded.
+        strict: Whether names that only one side has are an error; for all keys, or by key.
+        verify: Compare what is read with its checksums.
+        group: Ranks that load together; None: all.
+
+    Returns:
+        What was loaded, with the values of the state.
+
+    Raises:
+        CheckpointMismatchError: Names, shapes or dtypes do not fit. Nothing was changed.
+        CheckpointDamagedError: A file is missing or altered; says which. Tensors may be half loaded.
+        CheckpointError: There is no complete checkpoint.
+        CommunicationError: A rank is gone, or later than the time limit.
+    """
+    BACKGROUND.settle()
+    return load_state(Ranks.of(group), Path(path), state, strict, verify)

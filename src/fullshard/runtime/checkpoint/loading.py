@@ -1,0 +1,82 @@
+"""Loading: each rank reads the rows it needs, from whatever files they are in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError
+from fullshard.runtime.checkpoint.agree import Ranks
+from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
+from fullshard.runtime.checkpoint.publish import latest
+from fullshard.runtime.checkpoint.state.targets import Targets, targets
+
+_LOG = logging.getLogger("fullshard")
+Strict = bool | Mapping[str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        path: The checkpoint.
+        step: Optimizer steps done.
+        world_size: Ranks that saved it.
+        values: JSON values of the state, by key.
+        missing: Names that the state has and the checkpoint has not; empty if strict.
+        unexpected: The reverse.
+        skipped: Keys of per-rank state that was saved by another number of ranks.
+    """
+
+    path: Path
+    step: int
+    world_size: int
+    values: Mapping[str, Any]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+def load_state(ranks: Ranks, path: Path, state: Mapping[str, Any], strict: Strict, verify: bool) -> Loaded:
+    """Load `state` from a checkpoint, or from the newest one in a folder; see `fullshard.checkpoint.load`."""
+    folder = ranks.on_first(lambda: _find(path), "find")
+    with ExitStack() as stack:
+        found: list[tuple[Checkpoint, Targets]] = []
+
+        def prepare() -> None:
+            checkpoint = stack.enter_context(Checkpoint(folder, verify))
+            found.append((checkpoint, targets(state, checkpoint.manifest, ranks.rank, ranks.size, strict)))
+
+        # Every rank has checked everything before any of them changes a tensor.
+        ranks.on_all(prepare, "compare")
+        checkpoint, wanted = found[0]
+        ranks.on_all(lambda: _read(checkpoint, wanted), "read")
+        ranks.on_all(wanted.finish, "finish")
+    manifest = checkpoint.manifest
+    _LOG.info("loaded %s from %s, which %d ranks saved", ", ".join(state), folder, manifest.world_size)
+    return Loaded(
+        folder, manifest.step, manifest.world_size, wanted.values, wanted.missing, wanted.unexpected, wanted.skipped
+    )
+
+
+def _find(path: Path) -> Path:
+    if (path / MANIFEST_FILE).exists():
+        return path
+    found = latest(path)
+    if found is None:
+        what = "there is no such folder" if not path.exists() else f"it has no {MANIFEST_FILE}, and no step-N in it has"
+        raise CheckpointError(f"no complete checkpoint in {path}: {what}")
+    return found
+
+
+@torch.no_grad()
+def _read(checkpoint: Checkpoint, wanted: Targets) -> None:
+    for name, box, out in wanted.reads:
+        checkpoint.read(name, box, out)
