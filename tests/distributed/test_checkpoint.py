@@ -1,0 +1,439 @@
+"""Checkpoints of whole jobs: saved by some ranks on some mesh, loaded by others on another, and resumed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import full
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import fullshard
+from cluster import Cluster
+from fullshard import checkpoint, fully_shard
+from fullshard.checkpoint import CheckpointError, CheckpointExistsError, CheckpointMismatchError
+from fullshard.runtime.checkpoint import saving
+
+
+class Dims(nn.Module):
+    """Dims of 0, 1, 2, 3, 5 and 7, tied weights, buffers, a frozen parameter, a 0-d one, and one of many blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 2, bias=False)
+        self.third = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        self.twin = nn.Linear(7, 2, bias=False)
+        self.twin.weight = self.second.weight
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.one = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.wide = nn.Parameter(torch.randn(300, 401))
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.register_buffer("mean", torch.rand(3))
+        self.register_buffer("count", torch.tensor(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh()
+        y = self.third(self.second(y) + self.twin(y)) * self.gain * self.one
+        return y * self.frozen.sum() + self.wide.square().mean() + self.nothing.sum()
+
+
+Job = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def train(job: Job, steps: int, first: int = 0) -> list[float]:
+    model, optimizer = job
+    losses = []
+    for step in range(first, first + steps):
+        loss = model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def job_of(model: nn.Module, flat: bool = False) -> Job:
+    parameters: Any = [{"params": [p for p in model.parameters() if p.requires_grad and p.dim() != 1]}]
+    parameters.append({"params": [p for p in model.parameters() if p.requires_grad and p.dim() == 1], "lr": 0.01})
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    if flat:
+        return model, fullshard.optim.flat(torch.optim.AdamW, model, params=parameters, **options)
+    return model, torch.optim.AdamW(parameters, **options)
+
+
+def sharded(seed: int, mesh: DeviceMesh, flat: bool = False) -> Job:
+    torch.manual_seed(seed)
+    model = Dims()
+    for part in (model.first, model.third):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return job_of(model, flat)
+
+
+def state_of(job: Job, **others: Any) -> dict[str, Any]:
+    return {"model": job[0], "optimizer": job[1], **others}
+
+
+def whole(job: Job) -> dict[str, Any]:
+    """Everything of a job as whole tensors, by the names of the plain model."""
+    model, optimizer = job
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    found: dict[str, Any] = {name: full(p).detach().clone() for name, p in plain.named_parameters()}  # type: ignore[union-attr]
+    found |= {name: buffer.clone() for name, buffer in plain.named_buffers()}
+    for name, parameter in plain.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}.{kind}"] = full(value).clone()  # type: ignore[union-attr]
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"group{number}"] = {key: value for key, value in group.items() if key != "params"}
+    return found
+
+
+def assert_equal(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name]
+        assert same, name
+
+
+# -- other numbers of ranks --------------------------------------------------------------------------------------------
+
+
+def check_all_world_sizes(rank: int, root: str, flat: bool) -> None:
+    meshes = [DeviceMesh("cpu", list(range(size))) for size in (1, 2, 3, 4)]
+    saved: dict[int, dict[str, Any]] = {}
+    for mesh in meshes:
+        if rank < mesh.size():
+            job = sharded(1, mesh, flat)
+            train(job, 2)
+            saved[mesh.size()] = whole(job)
+            checkpoint.save(f"{root}/{mesh.size()}", state_of(job), step=2, group=mesh.get_group())
+    dist.barrier()
+    for size, mesh in itertools.product((1, 2, 3, 4), meshes):
+        if rank < mesh.size():
+            job = sharded(2, mesh, flat)
+            loaded = checkpoint.load(f"{root}/{size}", state_of(job), group=mesh.get_group())
+            assert (loaded.step, loaded.world_size) == (2, size)
+            if rank < size:
+                assert_equal(whole(job), saved[size])
+    dist.barrier()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["torch", "flat"])
+def test_saved_and_loaded_by_any_number_of_ranks(cluster: Cluster, tmp_path: Path, flat: bool) -> None:
+    """B105, B106: 16 pairs, bit-equal, dims of 0 to 7 and Adam's state too, without a conversion."""
+    cluster.run(check_all_world_sizes, str(tmp_path), flat, world_size=4)
+
+
+# -- other meshes and strategies ---------------------------------------------------------------------------------------
+
+
+def shards(seed: int) -> Job:
+    return sharded(seed, init_device_mesh("cpu", (4,)))
+
+
+def replicas(seed: int) -> Job:
+    return sharded(seed, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel(seed: int) -> Job:
+    """Columns over tp and rows over dp; rows over tp and dp (strided)."""
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Dims()
+    parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    return job_of(model)
+
+
+def ddp(seed: int) -> Job:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Dims())
+    return job_of(model)
+
+
+def unsharded(seed: int) -> Job:
+    torch.manual_seed(seed)
+    return job_of(Dims())
+
+
+def fsdp_class(seed: int) -> Job:
+    torch.manual_seed(seed)
+    return job_of(fullshard.FullyShardedDataParallel(Dims(), use_orig_params=True))
+
+
+STRATEGIES = {
+    "shards": shards,
+    "replicas": replicas,
+    "class": fsdp_class,
+    "ddp": ddp,
+    "unsharded": unsharded,
+    "tensor-parallel": tensor_parallel,
+}
+
+
+def check_strategies(rank: int, root: str) -> None:
+    saved = {}
+    for name, build in STRATEGIES.items():
+        job = build(1)
+        if name != "tensor-parallel":  # it unties the weights, and is not trained the same
+            train(job, 2)
+        saved[name] = whole(job)
+        checkpoint.save(f"{root}/{name}", state_of(job), step=2)
+    for source, (target, build) in itertools.product(STRATEGIES, STRATEGIES.items()):
+        if "tensor-parallel" in (source, target) and source != target:
+            continue
+        job = build(2)
+        checkpoint.load(f"{root}/{source}", state_of(job))
+        assert_equal(whole(job), saved[source])
+
+
+def test_saved_and_loaded_by_any_strategy(cluster: Cluster, tmp_path: Path) -> None:
+    """Shards, replicas of shards, the class FSDP, DDP, and unsharded: each loads what any other has saved."""
+    cluster.run(check_strategies, str(tmp_path), world_size=4)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def pair(kind: str, seed: int) -> Job:
+    torch.manual_seed(seed)
+    model: Any = Pair()
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+    elif kind == "dp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def check_tensor_parallel(rank: int, root: str) -> None:
+    kinds = ("tp", "dp", "plain")
+    saved = {}
+    for kind in kinds:
+        job = pair(kind, 1)
+        saved[kind] = whole(job)
+        checkpoint.save(f"{root}/{kind}", state_of(job), step=1)
+    for source, target in itertools.product(kinds, kinds):
+        job = pair(target, 2)
+        checkpoint.load(f"{root}/{source}", state_of(job))
+        assert_equal(whole(job), saved[source])
+
+
+def test_tensor_parallel_shards_are_rows_and_columns_of_the_same_tensors(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_tensor_parallel, str(tmp_path), world_size=4)
+
+
+class Stage(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(3, 3), "norm": nn.LayerNorm(3)})
+
+
+def check_stages(rank: int, root: str) -> None:
+    """Ranks 0 and 1 have layer 0, ranks 2 and 3 layer 1; both have a norm of the same name and value."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+
+    def build(seed: int) -> Job:
+        torch.manual_seed(seed)
+        model = Stage(rank // 2)
+        fully_shard(model.layers[str(rank // 2)], mesh=meshes[rank // 2])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return model, optimizer
+
+    job = build(1)
+    before = whole(job)
+    checkpoint.save(root, state_of(job), step=1)
+    other = build(2)
+    checkpoint.load(root, state_of(other), strict=False)
+    assert_equal(whole(other), before)
+    names = checkpoint_names(Path(root) / "step-1")
+    assert {"model/layers.0.weight", "model/layers.1.weight", "model/layers.norm.weight"} <= names
+
+
+def checkpoint_names(path: Path) -> set[str]:
+    from fullshard.runtime.checkpoint.files.folder import read_manifest
+
+    return set(read_manifest(path).tensors)
+
+
+def test_stages_of_a_pipeline_save_one_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_stages, str(tmp_path), world_size=4)
+
+
+# -- exact resume ------------------------------------------------------------------------------------------------------
+
+
+def noisy(rank: int, flat: bool) -> tuple[Job, Any]:
+    job = sharded(1, init_device_mesh("cpu", (2,)), flat)
+    return job, torch.optim.lr_scheduler.CosineAnnealingLR(job[1], 10)
+
+
+def steps_of(job: Job, scheduler: Any, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        losses += [job[0](torch.randn(4, 5)).square().mean()]  # from this rank's own generator
+        losses[-1].backward()
+        job[1].step()
+        job[1].zero_grad()
+        scheduler.step()
+    return [float(loss) for loss in losses]
+
+
+def check_resume(rank: int, root: str, flat: bool) -> None:
+    job, scheduler = noisy(rank, flat)
+    torch.manual_seed(100 + rank)
+    state = state_of(job, scheduler=scheduler, rng=checkpoint.RandomState(), position=3, note={"a": [1, None]})
+    steps_of(job, scheduler, 3)
+    checkpoint.save(root, state, step=3)
+    expected = steps_of(job, scheduler, 4)
+    job, scheduler = noisy(rank, flat)
+    state = state_of(job, scheduler=scheduler, rng=checkpoint.RandomState(), position=None, note=None)
+    loaded = checkpoint.load(root, state)
+    assert (loaded.values["position"], loaded.values["note"]) == (3, {"a": [1, None]})
+    assert steps_of(job, scheduler, 4) == expected
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["torch", "flat"])
+def test_losses_after_resume_are_those_of_the_uninterrupted_run(cluster: Cluster, tmp_path: Path, flat: bool) -> None:
+    """B104: bit for bit, with two parameter groups, a schedule, and each rank's own random numbers."""
+    cluster.run(check_resume, str(tmp_path), flat, world_size=2)
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+def check_async(rank: int, root: str) -> None:
+    job = sharded(1, init_device_mesh("cpu", (2,)))
+    train(job, 1)
+    before = whole(job)
+    gate = threading.Event()
+    write = saving.write_file
+
+    def late(*arguments: Any) -> Any:
+        gate.wait(20)
+        return write(*arguments)
+
+    saving.write_file = late
+    try:
+        pending = checkpoint.async_save(root, state_of(job), step=1)
+        train(job, 2)  # changes the weights, the moments, and the number of steps
+        assert not pending.done()
+        assert checkpoint.latest(root) is None
+    finally:
+        saving.write_file = write
+        gate.set()
+    checkpoint.async_save(root, state_of(job), step=3, keep=1)  # waits for the first one
+    assert pending.done()
+    assert checkpoint.latest(root) is not None
+    other = sharded(2, init_device_mesh("cpu", (2,)))
+    checkpoint.load(pending.result(), state_of(other))
+    assert_equal(whole(other), before)
+
+
+def test_what_changes_after_async_save_does_not_reach_the_file(cluster: Cluster, tmp_path: Path) -> None:
+    """B109."""
+    cluster.run(check_async, str(tmp_path), world_size=2)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def check_refused(rank: int, root: str) -> None:
+    job = sharded(1, init_device_mesh("cpu", (2,)))
+    train(job, 1)
+    checkpoint.save(root, state_of(job, extra=1), step=1)
+    with pytest.raises(CheckpointExistsError, match="step-1 exists"):
+        checkpoint.save(root, state_of(job), step=1)
+    with pytest.raises(CheckpointError, match=r"extra.* is 0 on one rank and 1 on rank 1"):
+        checkpoint.save(root, state_of(job, extra=rank), step=2)
+    with pytest.raises(TypeError, match="extra"):
+        checkpoint.save(root, state_of(job, extra=object()), step=2)
+    with pytest.raises(CheckpointError, match="no complete checkpoint in .*nowhere"):
+        checkpoint.load(Path(root) / "nowhere", state_of(job))
+    assert sorted(path.name for path in Path(root).iterdir()) == ["latest", "step-1"]
+
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Linear(5, 7), nn.Linear(3, 3))
+    fully_shard(other)
+    before = [full(p) for p in other.parameters()]
+    with pytest.raises(CheckpointMismatchError) as caught:
+        checkpoint.load(root, {"model": other})
+    text = str(caught.value)
+    assert "model/0.weight" in text  # missing
+    assert "model/first.weight" in text  # unexpected
+    assert all(torch.equal(full(p), b) for p, b in zip(other.parameters(), before, strict=True))  # type: ignore[arg-type]
+    loaded = checkpoint.load(root, {"model": other}, strict=False)
+    assert "model/0.weight" in loaded.missing
+    assert "model/wide" in loaded.unexpected
+
+
+def test_what_does_not_fit_is_told_before_anything_changes(cluster: Cluster, tmp_path: Path) -> None:
+    """B100: missing and unexpected names alike."""
+    cluster.run(check_refused, str(tmp_path), world_size=2)
+
+
+def check_damage(rank: int, root: str) -> None:
+    job = sharded(1, init_device_mesh("cpu", (2,)))
+    path = checkpoint.save(root, state_of(job), step=1)
+    if rank == 0:
+        with (path / "rank-00001.safetensors").open("r+b") as file:
+            file.seek(5000)
+            byte = file.read(1)
+            file.seek(5000)
+            file.write(bytes([byte[0] ^ 1]))
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointDamagedError, match=r"rank-00001.safetensors: tensor 'model/wide' is dam"):
+        checkpoint.load(path, state_of(job))
+    checkpoint.load(path, state_of(job), verify=False)
+
+
+def test_damage_of_one_ranks_file_is_named_by_all(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_damage, str(tmp_path), world_size=2)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def check_parts(rank: int, root: str) -> None:
+    job = sharded(1, init_device_mesh("cpu", (2,)))
+    before = whole(job)
+    checkpoint.save(root, {"model": checkpoint.only(job[0], "third.*")}, step=1)
+    other = sharded(2, init_device_mesh("cpu", (2,)))
+    untouched = whole(other)
+    with pytest.raises(CheckpointMismatchError, match="model/first"):
+        checkpoint.load(root, {"model": other[0]})
+    checkpoint.load(root, {"model": checkpoint.only(other[0], "third.*")})
+    after = whole(other)
+    for name in before:
+        if isinstance(before[name], torch.Tensor):
+            assert torch.equal(after[name], (before if name.startswith("third") else untouched)[name]), name
+
+
+def test_adapters_alone(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_parts, str(tmp_path), world_size=2)
