@@ -374,7 +374,7 @@ def check_refused(rank: int, root: str) -> None:
         checkpoint.save(root, state_of(job, extra=rank), step=2)
     with pytest.raises(TypeError, match="extra"):
         checkpoint.save(root, state_of(job, extra=object()), step=2)
-    with pytest.raises(CheckpointError, match="no complete checkpoint in .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*nowhere"):
         checkpoint.load(Path(root) / "nowhere", state_of(job))
     assert sorted(path.name for path in Path(root).iterdir()) == ["latest", "step-1"]
 
