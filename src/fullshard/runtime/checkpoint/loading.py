@@ -15,7 +15,7 @@ from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
 from fullshard.runtime.checkpoint.publish import latest
-from fullshard.runtime.checkpoint.state.targets import Targets, targets
+from fullshard.runtime.checkpoint.state.load import Targets, targets
 
 _LOG = logging.getLogger("fullshard")
 Strict = bool | Mapping[str, bool]

@@ -165,7 +165,7 @@ def _agree(
             if division not in divisions:
                 divisions[division] = _placed(division, places, name)
             division = divisions[division]
-            if division.ranks == (ranks.rank,) and name.partition("/")[0].endswith(f"@{ranks.rank}"):
+            if division.ranks == (ranks.rank,) and name.partition("/")[0].endswith(f"@{ranks.members[ranks.rank]}"):
                 own[name] = (held.shape, held.dtype)
                 continue
         told[name] = (held.shape, held.dtype, division)
