@@ -30,7 +30,7 @@ from fullshard.runtime.checkpoint.background import BACKGROUND, PendingSave
 from fullshard.runtime.checkpoint.loading import Loaded, Strict, load_state
 from fullshard.runtime.checkpoint.publish import latest
 from fullshard.runtime.checkpoint.saving import Save, Where
-from fullshard.runtime.checkpoint.state import RandomState, only, per_rank
+from fullshard.runtime.checkpoint.state.special import RandomState, only, per_rank
 
 __all__ = [
     "CheckpointDamagedError",

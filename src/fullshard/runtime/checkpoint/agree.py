@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from fullshard import errors
 from fullshard.errors import CheckpointError
-from fullshard.runtime.collectives import exchange, separate_messages
+from fullshard.runtime.collectives import Call, Messages, limit_of, messages_of
 
 T = TypeVar("T")
 
@@ -29,10 +28,6 @@ _SHARED = {
         errors.CheckpointMismatchError,
     )
 }
-# Groups for messages beside the training, by the group that they were made for; they go with it.
-_MESSAGES: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, timedelta]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +47,14 @@ class Ranks:
 
     members: tuple[int, ...] = (0,)
     rank: int = 0
-    messages: dist.ProcessGroup | None = None
-    limit: timedelta | None = None
+    messages: Messages | None = None
+    limit: timedelta = timedelta()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
         """Ranks of a group, None: of all, or this process alone where no group was made.
 
-        The first call for a group makes another one of the same ranks, so all of them must call it.
+        The first call for some ranks connects them, so all of them must make it.
 
         Raises:
             ValueError: This rank is not in the group.
@@ -72,10 +67,7 @@ class Ranks:
         members = tuple(dist.get_process_group_ranks(found))
         if len(members) == 1:
             return cls(members)
-        if found not in _MESSAGES:
-            _MESSAGES[found] = separate_messages(found)
-        messages, limit = _MESSAGES[found]
-        return cls(members, members.index(dist.get_rank()), messages, limit)
+        return cls(members, members.index(dist.get_rank()), messages_of(members), limit_of(found))
 
     @property
     def size(self) -> int:
@@ -90,7 +82,7 @@ class Ranks:
         """
         if self.messages is None:
             return [value]
-        return exchange(value, self.messages, what, "(checkpoint)", self.limit)
+        return self.messages.exchange(value, Call(what, "(checkpoint)", 0), self.limit)
 
     def on_all(self, action: Callable[[], T], what: str) -> list[T]:
         """Run `action` on every rank. All get all results, or raise the error of the first rank that has one."""

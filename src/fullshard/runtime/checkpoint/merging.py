@@ -9,6 +9,9 @@ from typing import Any
 from fullshard.core.ckpt.boxes import Division
 from fullshard.core.ckpt.manifest import TensorEntry
 from fullshard.errors import CheckpointError
+from fullshard.runtime.checkpoint.state.optimizers import join_optimizers
+
+_Described = tuple[tuple[int, ...], str, Division | None]
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,29 @@ class Told:
         values: JSON by key of the state.
     """
 
-    tensors: Mapping[str, tuple[tuple[int, ...], str, Division | None]]
+    tensors: Mapping[str, _Described]
     aliases: Mapping[str, str]
     values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all ranks together have."""
+    """What all ranks together have.
+
+    Attributes:
+        divisions: All that occur.
+        tensors: Each once.
+        aliases: Other names of tensors.
+        values: JSON by key of the state.
+        twins: Divisions of tensors that several sets of ranks have, each divided among them; the first set writes. To
+            be compared: weights that tensor parallel does not divide are the same, experts of the same name are not.
+    """
 
     divisions: tuple[Division, ...]
     tensors: Mapping[str, TensorEntry]
     aliases: Mapping[str, str]
     values: Mapping[str, Any]
+    twins: Mapping[str, tuple[Division, ...]]
 
 
 def merge(told: Sequence[Told]) -> Shared:
@@ -43,29 +56,44 @@ def merge(told: Sequence[Told]) -> Shared:
         CheckpointError: Ranks have different tensors or values under one name.
     """
     tensors: dict[str, TensorEntry] = {}
-    seen: dict[str, tuple[int, tuple[tuple[int, ...], str, Division | None]]] = {}
+    seen: dict[str, tuple[int, _Described]] = {}
     numbers: dict[Division, int] = {}
     aliases: dict[str, str] = {}
+    twins: dict[str, dict[Division, None]] = {}
     for rank, own in enumerate(told):
         for name, described in own.tensors.items():
-            if name in seen:
-                _refuse_other(name, described, rank, *seen[name][::-1])
-                continue
             shape, dtype, division = described
+            if name in seen:
+                first = _refuse_other(name, described, rank, *seen[name])
+                if division is not None and first is not None and division != first:
+                    twins.setdefault(name, {first: None})[division] = None
+                continue
             seen[name] = rank, described
             number = numbers.setdefault(division or Division.whole_on(rank), len(numbers))
             tensors[name] = TensorEntry(shape, dtype, number)
         aliases.update(own.aliases)
-    return Shared(tuple(numbers), tensors, aliases, _values([own.values for own in told]))
+    return Shared(
+        tuple(numbers),
+        tensors,
+        aliases,
+        _values([own.values for own in told]),
+        {name: tuple(found) for name, found in twins.items()},
+    )
 
 
-def _refuse_other(name: str, found: Any, rank: int, expected: Any, first: int) -> None:
-    if found != expected:
+def _refuse_other(name: str, found: _Described, rank: int, first: int, expected: _Described) -> Division | None:
+    """Refuse another tensor of the same name; returns the division that was seen first."""
+    alike = [
+        (shape, dtype, None if division is None else (division.mesh, division.splits))
+        for shape, dtype, division in (found, expected)
+    ]
+    if alike[0] != alike[1]:
         raise CheckpointError(
             f"tensor {name!r} is (shape, dtype, division) {found} on rank {rank}, but {expected} on rank {first}: "
             "ranks save one checkpoint together, so a name must mean the same on all of them. Give what belongs to a "
             "rank alone to per_rank(...)"
         )
+    return expected[2]
 
 
 def _values(all_values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -75,7 +103,7 @@ def _values(all_values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if key not in made or made[key] == value:
                 made[key] = value
                 continue
-            joined = _join_groups(made[key], value)
+            joined = join_optimizers(made[key], value)
             if joined is None:
                 where, first, other = _difference(made[key], value, key)
                 raise CheckpointError(
@@ -84,22 +112,6 @@ def _values(all_values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 )
             made[key] = joined
     return made
-
-
-def _join_groups(first: Any, other: Any) -> Any:
-    """Optimizer groups of two stages of a pipeline: the same settings, each for the parameters of all stages."""
-    groups = [value.get("param_groups") if isinstance(value, dict) else None for value in (first, other)]
-    if not all(isinstance(each, list) for each in groups) or len(groups[0]) != len(groups[1]):
-        return None
-    joined = []
-    for one, two in zip(*groups, strict=True):
-        if {**one, "params": ()} != {**two, "params": ()}:
-            return None
-        joined.append(
-            {**one, "params": [*one["params"], *(name for name in two["params"] if name not in one["params"])]}
-        )
-    rest = [{**value, "param_groups": ()} for value in (first, other)]
-    return {**first, "param_groups": joined} if rest[0] == rest[1] else None
 
 
 def _difference(first: Any, other: Any, path: str) -> tuple[str, Any, Any]:

@@ -23,10 +23,13 @@ from fullshard.core.ckpt.boxes import Division
 from fullshard.core.ckpt.manifest import FileEntry, Manifest, TensorEntry, file_name
 from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
+from fullshard.runtime.checkpoint.files.checks import checksum
+from fullshard.runtime.checkpoint.files.memory import as_bytes
 from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
 from fullshard.runtime.checkpoint.merging import Shared, Told, merge
 from fullshard.runtime.checkpoint.publish import Draft, prune
 from fullshard.runtime.checkpoint.state.collect import Collected, collect
+from fullshard.runtime.checkpoint.state.rows import Held
 
 _LOG = logging.getLogger("fullshard")
 
@@ -173,12 +176,30 @@ def _agree(
     digest = hashlib.blake2b(repr(everything).encode(), digest_size=16).digest()
     alike = len(set(ranks.exchange(digest, "compare"))) == 1
     shared = merge([everything] if alike else ranks.exchange(everything, "compare"))
+    if shared.twins:
+        _compare_twins(ranks, shared.twins, {name: collected.tensors.get(name) for name in shared.twins})
     tensors = {
         name: held.tensor
         for name, held in collected.tensors.items()
         if name in own or shared.divisions[shared.tensors[name].division].box(held.shape, ranks.rank) is not None
     }
     return shared, own, tensors
+
+
+def _compare_twins(ranks: Ranks, twins: Mapping[str, tuple[Division, ...]], held: Mapping[str, Held | None]) -> None:
+    """Make sure that tensors of one name which several sets of ranks have are the same."""
+    own = {name: checksum(as_bytes(each.tensor.cpu().contiguous()).numpy().data) for name, each in held.items() if each}
+    sums = ranks.exchange(own, "compare")
+    for name, (first, *others) in twins.items():
+        for other in others:
+            pairs = zip(first.ranks, other.ranks, strict=True)
+            if any(sums[one][name] != sums[two][name] for one, two in pairs):
+                raise CheckpointError(
+                    f"tensor {name!r} on ranks {list(first.ranks)} is not that on ranks {list(other.ranks)}, though it "
+                    "has the same name. If it is meant to be the same, the ranks have drifted apart; if it is not "
+                    "(experts of each rank), give it another name on each, or let each set of ranks save to a folder "
+                    "of its own with group="
+                )
 
 
 def _placed(division: Division, places: Mapping[int, int], name: str) -> Division:

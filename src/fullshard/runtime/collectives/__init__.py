@@ -23,14 +23,9 @@ from fullshard.runtime.collectives.base import (
 )
 from fullshard.runtime.collectives.custom import AllGather, Custom, CustomAllReduce, ReduceScatter, check_comm
 from fullshard.runtime.collectives.direct import Direct
+from fullshard.runtime.collectives.messages import Messages, limit_of, messages_of
 from fullshard.runtime.collectives.native import Native
-from fullshard.runtime.collectives.once import (
-    broadcast_from_first,
-    exchange,
-    exchange_flags,
-    is_same,
-    separate_messages,
-)
+from fullshard.runtime.collectives.once import broadcast_from_first, exchange, exchange_flags, is_same
 from fullshard.runtime.collectives.postbox import exchange_posts, post
 from fullshard.runtime.collectives.shm import Block, Neighbours, Shared, column_of, meet
 from fullshard.runtime.device import BufferPool, Streams
@@ -43,6 +38,7 @@ __all__ = [
     "CustomAllReduce",
     "Direct",
     "GatherItem",
+    "Messages",
     "Pending",
     "ReduceItem",
     "ReduceScatter",
@@ -55,11 +51,12 @@ __all__ = [
     "exchange",
     "exchange_flags",
     "exchange_posts",
+    "limit_of",
     "make_messages",
     "make_transport",
+    "messages_of",
     "post",
     "separate_group",
-    "separate_messages",
     "start_gather",
     "sum_scalars",
     "translate",

@@ -157,14 +157,7 @@ def own_limit(backend: Any) -> timedelta | None:
     return limit if isinstance(limit, timedelta) else None
 
 
-def wait_for_ranks(
-    work: Any,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    call: Call,
-    detail: str = "",
-    limit: timedelta | None = None,
-) -> None:
+def wait_for_ranks(work: Any, group: dist.ProcessGroup, device: torch.device, call: Call, detail: str = "") -> None:
     """Wait for a collective that is no command of a unit, at most for the time limit.
 
     Args:
@@ -173,12 +166,11 @@ def wait_for_ranks(
         device: Of its tensors.
         call: Names it in messages.
         detail: What else to say, in brackets.
-        limit: Time limit, if it is not that of steps.
 
     Raises:
         CommunicationError: A rank did not take part within the time limit.
     """
-    limit = limit or time_limit(group._get_backend(device))
+    limit = time_limit(group._get_backend(device))
     try:
         work.wait(limit)
     except RuntimeError as error:

@@ -5,27 +5,18 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
-from fullshard.runtime.collectives.base import Call, own_limit, wait_for_ranks
+from fullshard.runtime.collectives.base import Call, wait_for_ranks
 
 _Value = TypeVar("_Value")
 
-_BUILDING = "(while building)"
 
-
-def exchange(
-    value: _Value,
-    group: dist.ProcessGroup,
-    what: str = "exchange",
-    unit: str = _BUILDING,
-    limit: timedelta | None = None,
-) -> list[_Value]:
+def exchange(value: _Value, group: dist.ProcessGroup, what: str = "exchange") -> list[_Value]:
     """Every rank's `value`, a small picklable object, in the order of the group.
 
     Unlike torch's function for this it does not wait for the half hour that groups of a mesh are given.
@@ -34,22 +25,28 @@ def exchange(
         value: This rank's.
         group: The ranks.
         what: What it is for, for messages.
-        unit: Of what, for messages.
-        limit: Time limit, if it is not that of steps.
 
     Raises:
         CommunicationError: A rank did not take part within the time limit.
     """
     if group.size() == 1:
         return [value]
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    device = _get_object_coll_device(group)
-    call = Call(what, unit, 0)
-    sizes = _gather(torch.tensor([data.numel()], device=device), group, call, limit).tolist()
+    data, device = packed(value), _get_object_coll_device(group)
+    sizes = _gather(torch.tensor([data.numel()], device=device), group, what).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: data.numel()].copy_(data)
-    rows = _gather(padded, group, call, limit).view(len(sizes), -1).cpu().numpy()
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    rows = _gather(padded, group, what).view(len(sizes), -1).cpu()
+    return [unpacked(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def packed(value: object) -> torch.Tensor:
+    """A picklable object as bytes, uint8. Ranks of a job trust each other; nothing else is ever read so."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def unpacked(data: torch.Tensor) -> Any:
+    """The reverse."""
+    return pickle.loads(data.numpy().tobytes())
 
 
 def is_same(value: object, group: dist.ProcessGroup, what: str) -> bool:
@@ -60,7 +57,7 @@ def is_same(value: object, group: dist.ProcessGroup, what: str) -> bool:
     """
     digest = hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_get_object_coll_device(group))
-    rows = _gather(own, group, Call(what, _BUILDING, 0)).view(group.size(), -1)
+    rows = _gather(own, group, what).view(group.size(), -1)
     return bool((rows == rows[0]).all())
 
 
@@ -73,26 +70,15 @@ def exchange_flags(flags: Sequence[bool], group: dist.ProcessGroup, what: str) -
     if group.size() == 1:
         return [list(flags)]
     own = torch.tensor(flags, dtype=torch.uint8, device=_get_object_coll_device(group))
-    rows: list[list[bool]] = _gather(own, group, Call(what, _BUILDING, 0)).view(group.size(), -1).bool().tolist()
+    rows: list[list[bool]] = _gather(own, group, what).view(group.size(), -1).bool().tolist()
     return rows
 
 
-def separate_messages(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, timedelta]:
-    """A Gloo group of the same ranks for messages beside the training, and its time limit, that of `group` itself.
-
-    On any device Gloo waits without using it, and sees at once that a peer has died. All ranks call this.
-    """
-    limits = [own_limit(group._get_backend(device)) for device in group._device_types]
-    limit = max((limit for limit in limits if limit is not None), default=timedelta(minutes=30))
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True), limit
-
-
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, call: Call, limit: timedelta | None = None) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
     """A 1-D tensor of every rank, one after the other."""
     whole = tensor.new_empty(group.size() * tensor.numel())
     work = dist.all_gather_single(whole, tensor, group, async_op=True)
-    wait_for_ranks(work, group, tensor.device, call, limit=limit)
+    wait_for_ranks(work, group, tensor.device, Call(what, "(while building)", 0))
     return whole
 
 
@@ -110,4 +96,4 @@ def broadcast_from_first(tensor: torch.Tensor, group: dist.ProcessGroup, label: 
     if group.size() == 1:
         return
     work = dist.broadcast(tensor, group_src=0, group=group, async_op=True)
-    wait_for_ranks(work, group, tensor.device, Call("broadcast", _BUILDING, 0), f"tensor {label!r}")
+    wait_for_ranks(work, group, tensor.device, Call("broadcast", "(while building)", 0), f"tensor {label!r}")

@@ -1,0 +1,82 @@
+"""Small objects between ranks, on connections of their own: beside the training, from any thread, in its own time."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from fullshard.runtime.collectives.base import Call, own_limit, translate
+from fullshard.runtime.collectives.once import packed, unpacked
+
+_Value = TypeVar("_Value")
+
+# Connections are made once for a set of ranks, and go with the job's process group.
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Messages]] = weakref.WeakKeyDictionary()
+
+
+class Messages:
+    """Connections between some ranks of the job, all of which make this object.
+
+    They are Gloo's, whatever the training uses: it waits without using a device, and sees at once that a peer has died.
+    They are no process group of torch's: the names of those depend on how many a rank has made before, which need not
+    be the same on all of these.
+
+    Args:
+        ranks: Global ranks; this one is among them.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        name = hashlib.blake2b(repr(self._ranks).encode(), digest_size=8).hexdigest()
+        store = PrefixStore(f"fullshard/messages/{name}", dist.distributed_c10d._get_default_store())
+        # Waits have limits of their own; this one is only not to end before any of them.
+        limit = timedelta(days=7)
+        self._backend: Any = dist.ProcessGroupGloo(store, self._ranks.index(dist.get_rank()), len(self._ranks), limit)
+
+    def exchange(self, value: _Value, call: Call, limit: timedelta) -> list[_Value]:
+        """Every rank's picklable `value`, in the order of the ranks.
+
+        Args:
+            value: This rank's.
+            call: Names it in messages.
+            limit: How long to wait for others.
+
+        Raises:
+            CommunicationError: A rank is gone, or did not take part within the limit.
+        """
+        data = packed(value)
+        sizes = torch.cat(self._gather(torch.tensor([data.numel()]), call, limit)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self._gather(padded, call, limit)
+        return [unpacked(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor, call: Call, limit: timedelta) -> list[torch.Tensor]:
+        rows = [torch.empty_like(tensor) for _ in self._ranks]
+        try:
+            self._backend.allgather([rows], [tensor]).wait(limit)
+        except RuntimeError as error:
+            where = f"rank {dist.get_rank()} waited for ranks {self._ranks}"
+            raise translate(error, call, where, limit.total_seconds()) from error
+        return rows
+
+
+def messages_of(ranks: tuple[int, ...]) -> Messages:
+    """Connections between these ranks, which all call this the first time."""
+    made = _MADE.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = Messages(ranks)
+    return made[ranks]
+
+
+def limit_of(group: dist.ProcessGroup) -> timedelta:
+    """The time limit that a group was made with, the longest if it has one for each device."""
+    limits = [own_limit(group._get_backend(device)) for device in group._device_types]
+    return max((limit for limit in limits if limit is not None), default=timedelta(minutes=30))
