@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from fullshard.core.ckpt.boxes import Box, Division
 from fullshard.core.ckpt.manifest import FileEntry, Manifest, TensorEntry, file_name
+from fullshard.runtime.checkpoint.files.memory import torch_dtype
 from fullshard.runtime.checkpoint.state.collect import Collected, collect
 from fullshard.runtime.checkpoint.state.load import Targets, targets
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A manifest, and for each rank its pieces by name."""
+    """A manifest, and for each rank its pieces as bytes by name."""
 
     manifest: Manifest
     files: tuple[Mapping[str, torch.Tensor], ...]
@@ -31,7 +32,9 @@ class Stored:
         for rank, piece in self.manifest.division_of(name).overlapping(shape, box):
             part = piece.overlap(box)
             assert part is not None
-            out[part.within(box)].copy_(self.files[rank][name][part.within(piece)])
+            dtype = torch_dtype(self.manifest.tensors[name].dtype)
+            rows = self.files[rank][name].view(dtype).view(piece.sizes)
+            out[part.within(box)].copy_(rows[part.within(piece)])
             read += part.numel
         assert read == box.numel, f"{name} {box}: {read} elements found"
 
@@ -54,14 +57,19 @@ def save(state: Mapping[str, Any]) -> Stored:
     return assemble(everything)
 
 
-_Sent = tuple[dict[str, tuple[torch.Tensor, tuple[int, ...], str, Division | None]], Collected]
+_Sent = tuple[dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], str, Division | None]], Collected]
 
 
 def _sent(made: Collected) -> _Sent:
     tensors = {
-        name: (held.tensor.clone(), held.shape, held.dtype, held.division) for name, held in made.tensors.items()
+        name: (_bytes(held.tensor), tuple(held.tensor.shape), held.shape, held.dtype, held.division)
+        for name, held in made.tensors.items()
     }
     return tensors, replace(made, tensors={})
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def assemble(everything: list[_Sent]) -> Stored:
@@ -71,7 +79,7 @@ def assemble(everything: list[_Sent]) -> Stored:
     files: list[dict[str, torch.Tensor]] = []
     for rank, (own, _) in enumerate(everything):
         files.append({})
-        for name, (tensor, shape, dtype, division) in own.items():
+        for name, (tensor, sizes, shape, dtype, division) in own.items():
             place = Division.whole_on(rank) if division is None else division
             number = divisions.setdefault(place, len(divisions))
             if name in tensors and division is not None:
@@ -81,7 +89,7 @@ def assemble(everything: list[_Sent]) -> Stored:
             if box is None or entry.division != number:
                 assert division is None or not tensor.numel(), f"rank {rank} has elements of {name} for no file"
                 continue
-            assert tuple(tensor.shape) == box.sizes, f"{name}: {tuple(tensor.shape)} is not {box}"
+            assert sizes == box.sizes, f"{name}: {sizes} is not {box}"
             files[rank][name] = tensor
     first = everything[0][1]
     manifest = Manifest(

@@ -146,18 +146,21 @@ class _Collector:
 
     def _module(self, key: str, found: ModuleState, value: Any) -> dict[str, Any]:
         takes = taking(value)
-        names = [name for name in (*found.tensors, *found.extra) if takes(name)]
+        names = [name for name in (*found.tensors, *found.aliases, *found.extra) if takes(name)]
         if isinstance(value, Only):
             _require_some(key, value, bool(names))
         for name, tensor in found.tensors.items():
             if takes(name):
                 _require_values(tensor, f"{key}/{name}")
                 self.tensor(f"{key}/{name}", tensor)
+        kept = {name: name for name in found.tensors if takes(name)}  # under which of its names a tensor is saved
         for alias, name in found.aliases.items():
-            if takes(alias) and takes(name):
-                self.made.aliases[f"{key}/{alias}"] = f"{key}/{name}"
-            elif takes(alias):
+            if not takes(alias):
+                continue
+            if kept.setdefault(name, alias) == alias:
                 self.tensor(f"{key}/{alias}", found.tensors[name])
+            else:
+                self.made.aliases[f"{key}/{alias}"] = f"{key}/{kept[name]}"
         extra = {name: self.encode(each, (key, name)) for name, each in found.extra.items() if takes(name)}
         return {"kind": "module", "extra": extra}
 

@@ -171,7 +171,8 @@ class _Loader:
         found = {} if of_ranks else plan.manifest.state.get(key, {"kind": "module"})
         kind = found.get("kind") if isinstance(found, dict) else None
         if key in self._modules:
-            if self._is(key, kind, "module"):
+            # A state dict that was saved as a value has the same names.
+            if self._is(key, kind, "module", "value", "object"):
                 self._module(key, value, found, strict)
         elif isinstance(inner(value), torch.optim.Optimizer):
             if self._is(key, kind, "optimizer"):
@@ -187,7 +188,7 @@ class _Loader:
 
     def _is(self, key: str, kind: Any, *expected: str) -> bool:
         if kind not in expected:
-            self.plan.problems.append(f"{key} was saved from another kind of object ({kind}), expected {expected[0]}")
+            self.plan.problems.append(f"{key} was saved as {kind}, and cannot be loaded as {expected[0]}")
         return kind in expected
 
     def _take(self, key: str, value: Any, made: Any) -> None:
@@ -240,7 +241,7 @@ class _Loader:
         """The value of one rank, filled when everything is read."""
         value = self.plan.manifest.rank_state[rank].get(key)
         value = value.get("value") if isinstance(value, dict) else None
-        return self.plan.decode(value, f"{key}@{rank}")
+        return self.plan.decode(value, key)
 
     def _random(self, key: str, value: RandomState) -> None:
         plan = self.plan

@@ -4,7 +4,7 @@
     "groups": [{"params": [name of the parameter's tensor, ...], "state": [number, ...], "settings": value}, ...]
     "kinds":  [[kind, ...], ...]      kinds of state that are tensors; "state" has a number of these, or -1 for no state
     "values": {name: value}           kinds that are no tensors, of parameters that have any
-    "others": value                   what its `state_dict()` has beside that, of no parameter
+    "others": {"state": value, "more": value}    what its `state_dict()` has beside that, of no parameter; or null
 
 The tensor of a kind is called KEY/PARAMETER'S TENSOR NAME/KIND. So 100 000 parameters are a list of names and numbers,
 and a state that is not there is known to be missing.
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.runtime.checkpoint.files.memory import torch_dtype
 from fullshard.runtime.checkpoint.state.plan import Plan, blank_like
 from fullshard.runtime.checkpoint.state.values import Path
+from fullshard.runtime.tree import map_tensors
 from fullshard.runtime.whole.forms import Form
 from fullshard.runtime.whole.optim_state import group_of, names_by_key, numbered_groups, read_by_names
 
@@ -95,7 +96,9 @@ def collect_optimizer(
         "groups": groups,
         "kinds": [list(each) for each in kinds],
         "values": values,
-        "others": sink.encode({"state": loose, "more": others}, (key,)) if loose or others else None,
+        "others": {"state": sink.encode(loose, (key, "state")), "more": sink.encode(others, (key,))}
+        if loose or others
+        else None,
     }
 
 
@@ -122,8 +125,9 @@ def join_optimizers(first: Any, other: Any) -> dict[str, Any] | None:
 
 def _check_rows(value: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
     """A plain tensor beside a sharded parameter: one number, or all of it. Rows alone would pass for the whole."""
-    sharded = isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements)
-    if sharded and not isinstance(value, DTensor) and value.numel() > 1 and value.shape != parameter.shape:
+    if isinstance(value, DTensor) or value.numel() <= 1 or not isinstance(parameter, DTensor):
+        return
+    if value.shape != parameter.shape and not all(placement.is_replicate() for placement in parameter.placements):
         raise ValueError(
             f"optimizer state {name!r} of a sharded parameter of shape {tuple(parameter.shape)} is a plain tensor of "
             f"shape {tuple(value.shape)}: it cannot be told which rows these are. Keep it as a DTensor placed like the "
@@ -139,7 +143,7 @@ class _Saved:
     kinds: list[list[str]]
     numbers: dict[str, int]
     values: dict[str, Any]
-    others: Any
+    others: dict[str, Any]
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> _Saved:
@@ -160,7 +164,10 @@ class _Saved:
             numbers.update(zip(names, states, strict=True))
         if not all(_all(each, str) for each in kinds):
             raise ValueError("its kinds are not lists of names")
-        return cls(groups, kinds, numbers, values, value.get("others"))
+        others = value.get("others") or {}
+        if not isinstance(others, dict):
+            raise ValueError("what it has beside states of parameters is not a dict")
+        return cls(groups, kinds, numbers, values, others)
 
     def state_of(self, name: str) -> list[str] | None:
         """Kinds of tensors of a parameter; None without state."""
@@ -219,14 +226,12 @@ class OptimizerPlan:
         numbers = {name: number for number, name in names.items() if self.takes(name)}
         wanted = {name for name in saved.numbers if self.takes(name)}
         self.plan.miss([f"{self.key}/{name}" for name in numbers if name not in wanted], self.strict)
-        self.plan.leave(
-            [f"{self.key}/{name}" for name in saved.numbers if name in wanted - numbers.keys()], self.strict
-        )
+        self.plan.leave([f"{self.key}/{name}" for name in sorted(wanted - numbers.keys())], self.strict)
         present = {name: number for name, number in numbers.items() if name in wanted}
         templates = self._templates(saved, present)
         groups = self._groups(saved, names, present)
-        rest = {name: self.plan.decode(saved.values[name], self.key) for name in present if name in saved.values}
-        others = None if saved.others is None else self.plan.decode(saved.others, self.key)
+        rest = {name: self.plan.decode_dict(saved.values[name], self.key) for name in present if name in saved.values}
+        others = {name: self.plan.decode_dict(saved.others.get(name, {}), self.key) for name in ("state", "more")}
         if self.plan.problems:
             return
         made = read_by_names(names, self.optimizer, _Blanks(), {"state": templates})
@@ -236,9 +241,8 @@ class OptimizerPlan:
             for kind in kinds or ():
                 self.plan.read(f"{self.key}/{name}/{kind}", made["state"][present[name]][kind])
         made["param_groups"] = groups
-        if isinstance(others, dict):
-            made["state"].update(others.get("state", {}))
-            made.update(others.get("more", {}))
+        made["state"] = {**others["state"], **made["state"]}
+        made = {**others["more"], **made}
         self.plan.finishers.append(lambda: self._finish(made, set(present.values())))
 
     def _templates(self, saved: _Saved, present: Mapping[str, int]) -> dict[str, dict[str, torch.Tensor]]:
@@ -281,8 +285,7 @@ class OptimizerPlan:
             if loaded or not keys:
                 try:
                     source = group_of(loaded, saved.groups, number)
-                    found = self.plan.decode(source.get("settings"), self.key)
-                    settings.update(found if isinstance(found, dict) else {})
+                    settings.update(self.plan.decode_dict(source.get("settings"), self.key))
                 except ValueError as error:
                     self.plan.problems.append(f"{self.key}: {error}")
             made.append({**settings, "params": keys})
@@ -296,12 +299,20 @@ class OptimizerPlan:
         for number, parameter in enumerate(parameters):
             if number not in loaded and parameter in self.optimizer.state:
                 made["state"][number] = self.optimizer.state[parameter]
-        self.optimizer.load_state_dict(made)
         if type(self.optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            self.optimizer.load_state_dict(made)
             return
+        if not self.optimizer._optimizer_load_state_dict_pre_hooks:
+            # torch looks every number up in these, for each value: in lists of 100 000 that takes minutes.
+            for group in made["param_groups"]:
+                group["params"] = range(group["params"][0], group["params"][-1] + 1) if group["params"] else ()
+        self.optimizer.load_state_dict(made)
         # torch gives state the dtype of its parameter, which is not what was saved where the two differ.
         for number, parameter in enumerate(parameters):
             for kind, value in made["state"].get(number, {}).items():
-                now = self.optimizer.state[parameter]
-                if isinstance(value, torch.Tensor) and kind != "step" and now[kind].dtype != value.dtype:
-                    now[kind] = value.to(now[kind].device)
+                if kind != "step":
+                    self.optimizer.state[parameter][kind] = _on(parameter.device, value)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), value)

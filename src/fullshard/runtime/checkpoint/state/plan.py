@@ -83,30 +83,38 @@ class Plan:
         self.unexpected += names
         self.strict.update(names if strict else ())
 
-    def decode(self, value: Any, prefix: str, like: Mapping[str, torch.Tensor] | None = None) -> Any:
+    def decode(self, value: Any, key: str, like: Mapping[str, torch.Tensor] | None = None) -> Any:
         """A value whose tensors are filled when everything is read; `None` after a problem.
 
         Args:
             value: JSON of the checkpoint, which may come from anyone.
-            prefix: Of the names that its tensors may have.
+            key: Whose value it is; its tensors are called KEY/..., or KEY@RANK/... where each rank has its own.
             like: By name, how each tensor is placed in the object that the value is for; whole on the CPU otherwise.
         """
         made: dict[str, torch.Tensor] = {}
 
         def get(name: str) -> torch.Tensor:
             entry = self.entry(name)
-            if entry is None or not name.startswith(f"{prefix}/"):
-                raise ValueError(f"it refers to the tensor {name[:80]!r}, which is not among those of {prefix}")
+            if entry is None or name.partition("/")[0].partition("@")[0] != key:
+                raise ValueError(f"it refers to the tensor {name[:80]!r}, which is not among those of {key}")
             if name not in made:
                 made[name] = _blank(entry, (like or {}).get(name))
                 self.read(name, made[name])
             return made[name]
 
         try:
-            return decode(value, prefix, get)
+            return decode(value, key, get)
         except ValueError as error:
             self.problems.append(str(error))
             return None
+
+    def decode_dict(self, value: Any, key: str) -> dict[Any, Any]:
+        """The same for what must be a dict; an empty one after a problem."""
+        made = self.decode(value, key)
+        if not isinstance(made, dict):
+            self.problems.append(f"the value of {key} in the checkpoint is damaged: expected a dict in it")
+            return {}
+        return made
 
 
 def _blank(entry: TensorEntry, like: torch.Tensor | None) -> torch.Tensor:

@@ -45,13 +45,66 @@ class Held:
         return dtype_name(self.tensor.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How DTensors of one mesh and set of placements are divided.
+
+    Attributes:
+        mesh: The mesh, kept because it is known by its identity.
+        sizes: Of its axes.
+        coordinate: This rank's.
+        splits: (dim, mesh axis) in the order in which the axes split what is left.
+        replicate: Axes along which ranks hold the same.
+    """
+
+    mesh: DeviceMesh
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    splits: Splits
+    replicate: tuple[int, ...]
+
+    def box(self, shape: tuple[int, ...], splits: Splits) -> Box:
+        """This rank's part."""
+        box = Box.whole(shape)
+        for dim, axis in splits:
+            box = box.narrowed(dim, *row_range(box.sizes[dim], self.sizes[axis], self.coordinate[axis]))
+        return box
+
+    def shared(self, shape: tuple[int, ...], itemsize: int) -> Splits:
+        """Further splits, by which replicas of a piece each write a part of it. The same on every rank."""
+        largest = list(shape)
+        for dim, axis in self.splits:
+            largest[dim] = -(-largest[dim] // self.sizes[axis])
+        made: list[tuple[int, int]] = []
+        for axis in self.replicate if shape else ():
+            if prod(largest) * itemsize >= SHARED_PIECE_BYTES and largest[0] > 1:
+                made.append((0, axis))
+                largest[0] = -(-largest[0] // self.sizes[axis])
+        return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank has of tensors of one shape.
+
+    Attributes:
+        box: Its rows.
+        own: Which of them it writes, as an index; () for all, None for none.
+        division: Who writes what.
+    """
+
+    box: Box
+    own: tuple[slice, ...] | None
+    division: Division
+
+
 class Rows:
     """Finds the rows of many tensors. What they have in common is computed once: there may be 100 000 of them."""
 
     def __init__(self) -> None:
-        # The mesh is kept: its identity is part of the key.
-        self._divisions: dict[tuple[int, tuple[Placement, ...], Splits], tuple[DeviceMesh, Division]] = {}
-        self._splits: dict[tuple[int, tuple[Placement, ...]], tuple[DeviceMesh, Splits]] = {}
+        self._ways: dict[tuple[int, tuple[Placement, ...]], _Way] = {}
+        self._parts: dict[tuple[int, tuple[Placement, ...], torch.Size, torch.dtype], _Part] = {}
+        self._divisions: dict[Division, Division] = {}
 
     def held(self, tensor: torch.Tensor, name: str) -> Held:
         """What this rank has of `tensor`, and writes.
@@ -61,22 +114,12 @@ class Rows:
         """
         if not isinstance(tensor, DTensor):
             return Held(_plain(tensor, name), tuple(tensor.shape), None)
-        mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape)
-        splits = self._order(mesh, placements, name)
-        local = _plain(finished(local_of(tensor)), name)
-        box = _box(mesh, splits, shape)
-        if tuple(local.shape) != box.sizes:
-            raise ValueError(
-                f"{name!r} of shape {shape} on a mesh of shape {tuple(mesh.shape)} with placements {placements} has a "
-                f"local tensor of shape {tuple(local.shape)}, where torch.chunk gives {box.sizes}: rows that are "
-                "divided otherwise cannot be saved. Make it of distribute_tensor or fully_shard"
-            )
-        shared = _shared(mesh, placements, splits, shape, local.dtype.itemsize)
-        division = self._division(mesh, placements, splits + shared)
-        own = _box(mesh, splits + shared, shape)
-        if not _writes(mesh, splits + shared):
-            return Held(local.new_empty(0), shape, division)
-        return Held(local[own.within(box)] if shared else local, shape, division)
+        part, local = self._find(tensor, name)
+        if part.own is None:
+            local = local.new_empty(0)
+        elif part.own:
+            local = local[part.own]
+        return Held(local, tuple(tensor.shape), part.division)
 
     def wanted(self, tensor: torch.Tensor, name: str) -> tuple[Box, torch.Tensor]:
         """(what to read, where to) to fill `tensor` on this rank.
@@ -86,27 +129,46 @@ class Rows:
         """
         if not isinstance(tensor, DTensor):
             return Box.whole(tensor.shape), _plain(tensor, name)
-        splits = self._order(tensor.device_mesh, tuple(tensor.placements), name)
-        box = _box(tensor.device_mesh, splits, tuple(tensor.shape))
+        part, local = self._find(tensor, name)
+        return part.box, local
+
+    def _find(self, tensor: DTensor, name: str) -> tuple[_Part, torch.Tensor]:
         local = _plain(finished(local_of(tensor)), name)
-        if tuple(local.shape) != box.sizes:
-            raise ValueError(f"{name!r} has a local tensor of shape {tuple(local.shape)}, expected {box.sizes}")
-        return box, local
+        key = (id(tensor.device_mesh), tensor.placements, tensor.shape, local.dtype)
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = self._part(tensor, local.dtype.itemsize, name)
+        if local.shape != part.box.sizes:
+            raise ValueError(
+                f"{name!r} of shape {tuple(tensor.shape)} on a mesh of shape {tuple(tensor.device_mesh.shape)} with "
+                f"placements {tensor.placements} has a local tensor of shape {tuple(local.shape)}, where torch.chunk "
+                f"gives {part.box.sizes}: rows that are divided otherwise cannot be saved or loaded. Make it of "
+                "distribute_tensor or fully_shard"
+            )
+        return part, local
 
-    def _order(self, mesh: DeviceMesh, placements: tuple[Placement, ...], name: str) -> Splits:
+    def _part(self, tensor: DTensor, itemsize: int, name: str) -> _Part:
+        shape, way = tuple(tensor.shape), self._way(tensor.device_mesh, tuple(tensor.placements), name)
+        box, shared = way.box(shape, way.splits), way.shared(shape, itemsize)
+        splits = way.splits + shared
+        ranks = tuple(int(rank) for rank in way.mesh.mesh.flatten().tolist())
+        division = Division(way.sizes, ranks, splits)
+        division = self._divisions.setdefault(division, division)
+        split = {axis for _, axis in splits}
+        if any(place and axis not in split for axis, place in enumerate(way.coordinate)):
+            return _Part(box, None, division)
+        return _Part(box, way.box(shape, splits).within(box) if shared else (), division)
+
+    def _way(self, mesh: DeviceMesh, placements: tuple[Placement, ...], name: str) -> _Way:
         key = (id(mesh), placements)
-        if key not in self._splits:
-            if mesh.get_coordinate() is None:
+        if key not in self._ways:
+            coordinate = mesh.get_coordinate()
+            if coordinate is None:
                 raise ValueError(f"this rank is not in the mesh of {name!r}, {mesh}; save it on the ranks that are")
-            self._splits[key] = mesh, _splits(mesh, placements, name)
-        return self._splits[key][1]
-
-    def _division(self, mesh: DeviceMesh, placements: tuple[Placement, ...], splits: Splits) -> Division:
-        key = (id(mesh), placements, splits)
-        if key not in self._divisions:
-            ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-            self._divisions[key] = mesh, Division(tuple(mesh.shape), ranks, splits)
-        return self._divisions[key][1]
+            replicate = tuple(a for a, kind in enumerate(placements) if kind.is_replicate() and mesh.size(a) > 1)
+            splits = _splits(mesh, placements, name)
+            self._ways[key] = _Way(mesh, tuple(mesh.shape), tuple(coordinate), splits, replicate)
+        return self._ways[key]
 
 
 def _splits(mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> Splits:
@@ -134,41 +196,6 @@ def _splits(mesh: DeviceMesh, placements: Sequence[Placement], name: str) -> Spl
 
 def _is_plain_shard(placement: Placement, dim: int) -> bool:
     return type(placement) is Shard and placement.dim == dim
-
-
-def _box(mesh: DeviceMesh, splits: Splits, shape: tuple[int, ...]) -> Box:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "checked when its splits were found"
-    box = Box.whole(shape)
-    for dim, axis in splits:
-        box = box.narrowed(dim, *row_range(box.sizes[dim], mesh.size(axis), coordinate[axis]))
-    return box
-
-
-def _writes(mesh: DeviceMesh, splits: Splits) -> bool:
-    """Whether this rank's coordinate is 0 on all axes that split nothing."""
-    split = {axis for _, axis in splits}
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "checked when its splits were found"
-    return not any(place and axis not in split for axis, place in enumerate(coordinate))
-
-
-def _shared(
-    mesh: DeviceMesh, placements: Sequence[Placement], splits: Splits, shape: tuple[int, ...], itemsize: int
-) -> Splits:
-    """Further splits, by which replicas of a piece each write a part of it. The same on every rank."""
-    axes = [axis for axis, placement in enumerate(placements) if placement.is_replicate() and mesh.size(axis) > 1]
-    if not axes or not shape:
-        return ()
-    largest = list(shape)
-    for dim, axis in splits:
-        largest[dim] = -(-largest[dim] // mesh.size(axis))
-    made: list[tuple[int, int]] = []
-    for axis in axes:
-        if prod(largest) * itemsize >= SHARED_PIECE_BYTES and largest[0] > 1:
-            made.append((0, axis))
-            largest[0] = -(-largest[0] // mesh.size(axis))
-    return tuple(made)
 
 
 def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -173,7 +173,8 @@ def _refusal(value: Any, path: Path, why: str = "") -> str:
     return (
         f"{shown(path)} cannot be saved: it is a {name}{': ' + why if why else ''}. A checkpoint holds numbers, "
         "strings, bytes, None, tensors, numpy arrays, and lists, tuples, dicts and sets of them; leave it out, convert "
-        "it, or give the object that holds it a state_dict() that returns such values and a load_state_dict()"
+        "it, give the object that holds it a state_dict() that returns such values and a load_state_dict(), or, if it "
+        "has those, give it a key of its own in the state"
     )
 
 
