@@ -98,7 +98,7 @@ def assemble(everything: list[_Sent]) -> Stored:
         divisions=tuple(divisions),
         tensors=tensors,
         aliases=first.aliases,
-        files=tuple(FileEntry(file_name(rank), 8, "") for rank in range(len(everything))),
+        files=tuple(FileEntry(file_name(rank), 1 << 40, "") for rank in range(len(everything))),
         state=first.values,
         rank_state=tuple(made.rank_values for _, made in everything),
     )
