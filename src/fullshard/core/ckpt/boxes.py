@@ -10,14 +10,20 @@ What is loaded need not be what was saved: `Division.overlapping` tells, for any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
 
 from fullshard.core.layout import row_range
 
 Shape = tuple[int, ...]
+
+_MOST_REMEMBERED = 4096  # answers of one kind
+
+_Key = TypeVar("_Key", bound=tuple[Any, ...])
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +50,15 @@ class Box:
 
     def overlap(self, other: Box) -> Box | None:
         """The part that both have, or None if that is nothing."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = (
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+        starts, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start = max(a, b)
+            size = min(a + n, b + m) - start
+            if size <= 0:
+                return None
+            starts.append(start)
+            sizes.append(size)
+        return Box(tuple(starts), tuple(sizes))
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Where this box is in `other`, which it is part of: an index for a tensor of the shape `other.sizes`."""
@@ -106,6 +115,19 @@ class Division:
     def _strides(self) -> Shape:
         return tuple(prod(self.mesh[axis + 1 :]) for axis in range(len(self.mesh)))
 
+    @cached_property
+    def _least_dims(self) -> int:
+        return max((dim + 1 for dim, _ in self.splits), default=0)
+
+    # A model has many tensors but few shapes, so answers are kept: for 100 000 tensors that is seconds.
+    @cached_property
+    def _boxes(self) -> dict[tuple[Shape, int], Box | None]:
+        return {}
+
+    @cached_property
+    def _overlaps(self) -> dict[tuple[Shape, Box], tuple[tuple[int, Box], ...]]:
+        return {}
+
     def coordinates(self, rank: int) -> Shape | None:
         """Place of a rank on each axis, or None if it is not in the mesh."""
         place = self._places.get(rank)
@@ -115,6 +137,9 @@ class Division:
 
     def box(self, shape: Sequence[int], rank: int) -> Box | None:
         """The part of a tensor of this shape in the file of `rank`; None if that is nothing."""
+        return _remembered(self._boxes, (tuple(shape), rank), self._box)
+
+    def _box(self, shape: Shape, rank: int) -> Box | None:
         coordinates = self.coordinates(rank)
         if coordinates is None:
             return None
@@ -128,9 +153,11 @@ class Division:
 
     def overlapping(self, shape: Sequence[int], box: Box) -> list[tuple[int, Box]]:
         """(rank, its whole piece) for every file with a part of `box`, without looking at the others."""
-        if not box.numel:
-            return []
-        return list(self._descend(Box.whole(shape), box, 0, 0))
+        found = _remembered(self._overlaps, (tuple(shape), box), self._overlapping)
+        return list(found)
+
+    def _overlapping(self, shape: Shape, box: Box) -> tuple[tuple[int, Box], ...]:
+        return tuple(self._descend(Box.whole(shape), box, 0, 0)) if box.numel else ()
 
     def _descend(self, piece: Box, box: Box, number: int, place: int) -> Iterator[tuple[int, Box]]:
         if number == len(self.splits):
@@ -149,4 +176,13 @@ class Division:
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether tensors of this shape can be divided so."""
-        return all(dim < len(shape) for dim, _ in self.splits)
+        return self._least_dims <= len(shape)
+
+
+def _remembered(known: dict[_Key, _Answer], key: _Key, find: Callable[..., Any]) -> _Answer:
+    """`find(*key)`, from `known` if it has been asked before."""
+    if key not in known:
+        if len(known) >= _MOST_REMEMBERED:
+            known.clear()
+        known[key] = find(*key)
+    return known[key]
