@@ -1,0 +1,1 @@
+"""Checkpoints looked at and converted, by one process and through one buffer: `fullshard ckpt`."""
