@@ -75,3 +75,25 @@ class OwnTensor:
     def read(self, box: Box, out: torch.Tensor, buffer: torch.Tensor) -> None:  # noqa: ARG002  it has its own buffer
         """See `Readable`; what is read is verified."""
         self.checkpoint.read(self.name, box, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A tensor whose numbers are read as another dtype."""
+
+    tensor: Readable
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Readable, dtype: torch.dtype | None) -> Readable:
+        """A floating-point tensor as `dtype`; any other, or without one, as it is."""
+        return cls(tensor, dtype) if dtype is not None and tensor.dtype.is_floating_point else tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Readable`."""
+        return self.tensor.shape
+
+    def read(self, box: Box, out: torch.Tensor, buffer: torch.Tensor) -> None:
+        """See `Readable`."""
+        self.tensor.read(box, out, buffer)

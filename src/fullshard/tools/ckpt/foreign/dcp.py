@@ -1,8 +1,8 @@
 """Folders of `torch.distributed.checkpoint`, read without its own reader.
 
-`.metadata` is a pickle: shapes, dtypes, the chunks of each tensor, and for each chunk the file and the range of bytes in
-which it lies, an archive of `torch.save` of its own. torch's reader unpickles that file, so whoever wrote a folder can
-run what they like in whoever opens it. Here the pickle is data (`pickles.py`), and what it says is checked.
+`.metadata` is a pickle: shapes, dtypes, the chunks of each tensor, and for each chunk the file and the range of bytes
+in which it lies, an archive of `torch.save` of its own. torch's reader unpickles that file, so whoever wrote a folder
+can run what they like in whoever opens it. Here the pickle is data (`pickles.py`), and what it says is checked.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Chunked:
     def read(self, box: Box, out: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copy part of the tensor to `out`, of shape `box.sizes`, through `buffer`."""
         for chunk, where in self.chunks:
-            part = box if not self.shape else chunk.overlap(box)
+            part = chunk.overlap(box)
             if part is None:
                 continue
             inside = Box(tuple(a - b for a, b in zip(part.offsets, chunk.offsets, strict=True)), part.sizes)
-            self._stored(chunk, where).read(inside, out[part.within(box)] if self.shape else out, buffer)
+            self._stored(chunk, where).read(inside, out[part.within(box)], buffer)
 
     def _stored(self, chunk: Box, where: Range) -> StoredTensor:
         found = read_archive(where)
@@ -180,21 +180,16 @@ def _tensor(
 def _check_tiling(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     """Each element is in exactly one chunk."""
     whole = Box.whole(shape)
-    inside = all(len(box.offsets) == len(box.sizes) == len(shape) for box in boxes) and all(
-        not shape or box.overlap(whole) == box for box in boxes
-    )
+    inside = all(len(box.offsets) == len(box.sizes) == len(shape) and box.overlap(whole) == box for box in boxes)
     if not inside or sum(box.numel for box in boxes) != whole.numel or _overlap(boxes):
         raise CheckpointDamagedError(f"the chunks of {name!r} are not together its shape {list(shape)[:8]}")
 
 
 def _overlap(boxes: list[Box]) -> bool:
     """Whether any two boxes share an element. Along the dimension that is cut most, few can meet."""
-    if len(boxes) < 2:
-        return False
-    dims = range(len(boxes[0].sizes))
-    if not dims:
-        return True
-    most = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    if len(boxes) < 2 or not boxes[0].sizes:
+        return len(boxes) > 1
+    most = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[most]):
         active = [other for other in active if other.offsets[most] + other.sizes[most] > box.offsets[most]]

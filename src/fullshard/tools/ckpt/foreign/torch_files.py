@@ -19,7 +19,7 @@ from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.tools.ckpt.foreign.pickles import MAX_PICKLE_BYTES, Lookup, Maker, Named, as_dict, as_record, read_pickle
 from fullshard.tools.ckpt.foreign.stored import Elements, Folder, InFile, InMemory, StoredTensor
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -33,7 +33,7 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
-_STORAGE_NAMES = {f"torch.{name}": dtype for name, dtype in _STORAGES.items()}
+_STORAGE_NAMES = {f"torch.{name}": dtype for name, dtype in STORAGES.items()}
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -255,14 +255,14 @@ def _old_file(where: Range) -> Any:
     return _in_memory(loaded, {})
 
 
-def _in_memory(value: Any, seen: dict[int, InMemory]) -> Any:
+def _in_memory(value: Any, seen: dict[tuple[int, torch.dtype], InMemory]) -> Any:
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
-        if storage.data_ptr() not in seen:
-            usable = storage.nbytes() // value.dtype.itemsize
-            whole = torch.empty(0, dtype=value.dtype).set_(storage, 0, (usable,))  # type: ignore[call-overload]
-            seen[storage.data_ptr()] = InMemory(whole)
-        return StoredTensor(seen[storage.data_ptr()], tuple(value.shape), value.stride(), int(value.storage_offset()))
+        usable = storage.nbytes() // value.dtype.itemsize
+        whole = torch.empty(0, dtype=value.dtype).set_(storage, 0, (usable,))  # type: ignore[call-overload]
+        # The same object for the same memory, by which tied tensors are known; what is empty has none.
+        elements = seen.setdefault((storage.data_ptr() or id(value), value.dtype), InMemory(whole))
+        return StoredTensor(elements, tuple(value.shape), value.stride(), int(value.storage_offset()))
     if isinstance(value, dict):
         return {key: _in_memory(item, seen) for key, item in value.items()}
     if isinstance(value, list | tuple):
