@@ -24,8 +24,9 @@ from rich.text import Text
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import fullshard
-from fullshard.errors import FullshardError
+from fullshard.errors import CheckpointError, FullshardError
 from fullshard.tools.bench.subject import Subject
+from fullshard.tools.ckpt.commands import add_verbs as add_ckpt_verbs
 from fullshard.train.config import ModelConfig
 from fullshard.train.errors import ConfigError, TrainError
 from fullshard.train.launch import launch, lost_peer
@@ -79,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(verbs)
     _add_config(verbs)
     _add_bench(verbs)
+    ckpt = verbs.add_parser("ckpt", help="look at checkpoints, verify and convert them", allow_abbrev=False)
+    add_ckpt_verbs(ckpt)
+    ckpt.set_defaults(verb=_ckpt)
     env = verbs.add_parser("env", help="print versions and hardware, for a bug report", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as one JSON document")
     env.set_defaults(verb=_env)
@@ -276,6 +280,16 @@ def _subject(size: str) -> Subject:
     model = ModelConfig(int(width), int(blocks), num_key_value_heads=8, intermediate_size=hidden)
     title = f"Llama {size}, {parameter_count(model) / 1e6:.1f} M"
     return Subject(title, lambda: build_llama(model, seed=0), LlamaDecoderLayer, model.vocab_size, positions=128)
+
+
+def _ckpt(options: argparse.Namespace, overrides: list[Override]) -> int:
+    if overrides:
+        raise ConfigError(f"`fullshard ckpt` takes no settings, found --{overrides[0][0]}.")
+    try:
+        return int(options.action(options))
+    except CheckpointError as error:
+        _print_error(str(error))
+        return 1
 
 
 def _env(options: argparse.Namespace, overrides: list[Override]) -> int:

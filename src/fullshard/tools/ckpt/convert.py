@@ -137,10 +137,13 @@ def export(checkpoint: Path, out: Path, to: str, wish: Wish) -> list[str]:
         if to == "torch":
             write_torch_file(path, pieces, weights.aliases)
             return []
-        written = list(pieces.values())
-        config = _config(opened, wish, hugging_face.dtype_word(written), bool(weights.aliases))
-        names = hugging_face.write_folder(path, written, config, wish.max_shard_bytes)
-        return [f"{len(names)} file{'s' if len(names) > 1 else ''} of weights and {hugging_face.CONFIG}"]
+        config = _config(opened, wish, hugging_face.dtype_word(list(pieces.values())), bool(weights.aliases))
+        if config.get("tie_word_embeddings") is not True:
+            # Whoever loads this does not know that they are tied, and would leave what is absent at random values.
+            tied = {alias: weights.tensors[name] for alias, name in weights.aliases.items()}
+            pieces.update(_pieces(Source(tied)))
+        hugging_face.write_folder(path, list(pieces.values()), config, wish.max_shard_bytes)
+        return []
 
 
 def _config(checkpoint: Checkpoint, wish: Wish, dtype: str, tied: bool) -> dict[str, Any]:

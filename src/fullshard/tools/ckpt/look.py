@@ -172,7 +172,8 @@ def _short(value: Any) -> str:
     """What the JSON value of a key is."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind == "optimizer" and isinstance(value.get("groups"), list):
-        return f"optimizer, {len(value['groups'])} groups"
+        count = len(value["groups"])
+        return f"optimizer, {count} group{'' if count == 1 else 's'}"
     if kind == "module":
         return "module"
     text = json.dumps(value.get("value") if kind in ("object", "value") else value)

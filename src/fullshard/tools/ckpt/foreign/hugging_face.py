@@ -133,7 +133,7 @@ def _with_tied(source: Source, folder: Path) -> Source:
     return source
 
 
-def write_folder(folder: Path, pieces: Sequence[Piece], config: Mapping[str, Any], max_shard_bytes: int) -> list[str]:
+def write_folder(folder: Path, pieces: Sequence[Piece], config: Mapping[str, Any], max_shard_bytes: int) -> None:
     """Write a folder that `from_pretrained` reads.
 
     Args:
@@ -141,9 +141,6 @@ def write_folder(folder: Path, pieces: Sequence[Piece], config: Mapping[str, Any
         pieces: Whole tensors.
         config: For config.json.
         max_shard_bytes: Bytes of tensors in a file, if no single one is larger.
-
-    Returns:
-        Names of the files with tensors.
     """
     folder.mkdir()
     shards: list[list[Piece]] = [[]]
@@ -163,7 +160,6 @@ def write_folder(folder: Path, pieces: Sequence[Piece], config: Mapping[str, Any
         total = sum(piece.nbytes for piece in pieces)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     write_json(folder / CONFIG, dict(config))
-    return names
 
 
 def llama_config(model: Mapping[str, Any], dtype: str) -> dict[str, Any]:
