@@ -104,7 +104,10 @@ def write_own(source: Source, target: Target, rank_state: tuple[Mapping[str, Any
     for name, tensor in source.tensors.items():
         division = _division(name, tensor.shape, tensor.dtype.itemsize, target.layout)
         number = numbers.setdefault(division, len(numbers))
-        entries[name] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), number)
+        try:
+            entries[name] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), number)
+        except ValueError as error:
+            raise CheckpointError(f"tensor {name!r}: {error}") from None
     divisions = tuple(numbers)
     draft = Draft(target.root, target.step, target.overwrite)
     stream = Stream()
