@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from cluster import Cluster
 from fullshard.cli import main
 from fullshard.core.ckpt.boxes import Box
 from fullshard.errors import CheckpointExistsError
@@ -204,6 +205,32 @@ def test_a_state_dict_of_a_model_alone_comes_under_the_key_model(tmp_path: Path)
     dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
     run("import", tmp_path / "dcp", tmp_path / "own", "--from", "dcp")
     assert_model(tmp_path / "own" / "step-0", tensors)
+
+
+def _through_torch(rank: int, folder: str, expected: dict[str, torch.Tensor]) -> None:
+    """Load a folder into a sharded model as torch does, and save it again, each rank its rows."""
+    from fullshard import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(model)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    for name, tensor in expected.items():
+        assert same(state["model"][name].full_tensor(), tensor), name
+    dcp.save(state, checkpoint_id=f"{folder}/again")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_torch_loads_an_exported_folder_on_any_number_of_ranks(
+    tmp_path: Path, cluster: Cluster, world_size: int
+) -> None:
+    """And what it saves there, in chunks of rows, comes back."""
+    torch.manual_seed(0)
+    expected = dict(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).state_dict())
+    run("export", own(tmp_path / "own", expected, ranks=4), tmp_path / "dcp", "--to", "dcp")
+    cluster.run(_through_torch, str(tmp_path), expected, world_size=world_size)
+    run("import", tmp_path / "again", tmp_path / "back", "--from", "dcp", "--ranks", 2)
+    assert_model(tmp_path / "back" / "step-0", expected)
 
 
 # -- tied weights
