@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from cluster import Cluster
+from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.core.ckpt.boxes import Box
 from fullshard.errors import CheckpointExistsError
@@ -231,6 +232,37 @@ def test_torch_loads_an_exported_folder_on_any_number_of_ranks(
     cluster.run(_through_torch, str(tmp_path), expected, world_size=world_size)
     run("import", tmp_path / "again", tmp_path / "back", "--from", "dcp", "--ranks", 2)
     assert_model(tmp_path / "back" / "step-0", expected)
+
+
+def test_what_was_saved_loads_after_going_through_every_kind_of_rank_and_torch(tmp_path: Path) -> None:
+    """`checkpoint.save` -> 3 ranks -> dcp -> 2 ranks -> `checkpoint.load`: model, optimizer, schedule and values."""
+
+    def made() -> dict[str, Any]:
+        model, optimizer, _ = trained()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "position": (1, {"epoch": 2})}
+
+    state = made()
+    state["optimizer"].step()
+    state["scheduler"].step()
+    checkpoint.save(tmp_path / "a", {**state, "rng": checkpoint.RandomState()}, step=5)
+    run("reshard", tmp_path / "a", tmp_path / "b", "--ranks", 3)
+    run("export", tmp_path / "b", tmp_path / "dcp", "--to", "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "c", "--from", "dcp", "--ranks", 2, "--step", 5)
+    for root in ("b", "c"):
+        other = made()
+        with torch.no_grad():
+            for parameter in other["model"].parameters():
+                parameter.zero_()
+        loaded = checkpoint.load(tmp_path / root, other)
+        assert (loaded.step, loaded.values) == (5, {"position": (1, {"epoch": 2})})
+        assert other["scheduler"].state_dict() == state["scheduler"].state_dict()
+        rates = [[group["lr"] for group in each["optimizer"].param_groups] for each in (state, other)]
+        assert rates[0] == rates[1] == [0.25, 0.005]
+        for before, after in zip(state["model"].parameters(), other["model"].parameters(), strict=True):
+            assert same(before, after)
+            for kind, value in state["optimizer"].state[before].items():
+                assert same(value, other["optimizer"].state[after][kind]), kind
 
 
 # -- tied weights
