@@ -13,7 +13,7 @@ from fullshard.core.ckpt.boxes import Box, Division
 from fullshard.core.ckpt.manifest import FileEntry, Manifest, TensorEntry, file_name
 from fullshard.runtime.checkpoint.files.memory import torch_dtype
 from fullshard.runtime.checkpoint.state.collect import Collected, collect
-from fullshard.runtime.checkpoint.state.load import Targets, targets
+from fullshard.runtime.checkpoint.state.load import Targets, refuse_unexpected, targets
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,10 @@ def load(stored: Stored, state: Mapping[str, Any], strict: bool | Mapping[str, b
     """Load on this rank."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     plan = targets(state, stored.manifest, rank, world, strict)
+    refused: list[Any] = [plan.refused] * world
+    if world > 1:
+        dist.all_gather_object(refused, plan.refused)
+    refuse_unexpected(refused)
     for name, box, out in plan.reads:
         stored.read(name, box, out)
     plan.finish()

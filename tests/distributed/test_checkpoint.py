@@ -283,8 +283,13 @@ def check_stages(rank: int, root: str) -> None:
     before = whole(job)
     checkpoint.save(root, state_of(job), step=1)
     other = build(2)
-    checkpoint.load(root, state_of(other), strict=False)
+    loaded = checkpoint.load(root, state_of(other))
+    assert loaded.unexpected == ()  # the other stage's parameters are not unexpected
     assert_equal(whole(other), before)
+    less = nn.Module()
+    less.layers = nn.ModuleDict({"norm": nn.LayerNorm(3)})
+    with pytest.raises(CheckpointMismatchError, match=r"but not wanted: model/layers.0.bias"):
+        checkpoint.load(root, {"model": less})
     names = checkpoint_names(Path(root) / "step-1")
     assert {"model/layers.0.weight", "model/layers.1.weight", "model/layers.norm.weight"} <= names
 

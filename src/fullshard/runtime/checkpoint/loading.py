@@ -15,7 +15,7 @@ from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
 from fullshard.runtime.checkpoint.publish import latest
-from fullshard.runtime.checkpoint.state.load import Targets, targets
+from fullshard.runtime.checkpoint.state.load import Targets, refuse_unexpected, targets
 
 _LOG = logging.getLogger("fullshard")
 Strict = bool | Mapping[str, bool]
@@ -31,8 +31,8 @@ class Loaded:
         world_size: Ranks that saved it.
         values: JSON values of the state, by key.
         missing: Names that the state has and the checkpoint has not; empty if strict.
-        unexpected: The reverse.
-        skipped: Keys of per-rank state that was saved by another number of ranks.
+        unexpected: The reverse: what no rank wants.
+        skipped: Keys that were not asked for, and of per-rank state that was saved by another number of ranks.
     """
 
     path: Path
@@ -50,20 +50,23 @@ def load_state(ranks: Ranks, path: Path, state: Mapping[str, Any], strict: Stric
     with ExitStack() as stack:
         found: list[tuple[Checkpoint, Targets]] = []
 
-        def prepare() -> None:
+        def prepare() -> tuple[tuple[str, ...], tuple[str, ...]]:
             checkpoint = stack.enter_context(Checkpoint(folder, verify))
             found.append((checkpoint, targets(state, checkpoint.manifest, ranks.rank, ranks.size, strict)))
+            return found[0][1].refused, found[0][1].unexpected
 
-        # Every rank has checked everything before any of them changes a tensor.
-        ranks.on_all(prepare, "compare")
+        # Every rank has checked everything before any of them changes a tensor. What one stage of a pipeline does not
+        # want is another's.
+        refused, unexpected = zip(*ranks.on_all(prepare, "compare"), strict=True)
+        refuse_unexpected(refused)
+        by_all = set(unexpected[0]).intersection(*unexpected[1:])
         checkpoint, wanted = found[0]
         ranks.on_all(lambda: _read(checkpoint, wanted), "read")
         ranks.on_all(wanted.finish, "finish")
     manifest = checkpoint.manifest
     _LOG.info("loaded %s from %s, which %d ranks saved", ", ".join(state), folder, manifest.world_size)
-    return Loaded(
-        folder, manifest.step, manifest.world_size, wanted.values, wanted.missing, wanted.unexpected, wanted.skipped
-    )
+    not_wanted = tuple(name for name in wanted.unexpected if name in by_all)
+    return Loaded(folder, manifest.step, manifest.world_size, wanted.values, wanted.missing, not_wanted, wanted.skipped)
 
 
 def _find(path: Path) -> Path:

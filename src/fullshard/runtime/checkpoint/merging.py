@@ -9,7 +9,7 @@ from typing import Any
 from fullshard.core.ckpt.boxes import Division
 from fullshard.core.ckpt.manifest import TensorEntry
 from fullshard.errors import CheckpointError
-from fullshard.runtime.checkpoint.state.optimizers import join_optimizers
+from fullshard.runtime.checkpoint.state.joining import join
 
 _Described = tuple[tuple[int, ...], str, Division | None]
 
@@ -103,7 +103,7 @@ def _values(all_values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if key not in made or made[key] == value:
                 made[key] = value
                 continue
-            joined = join_optimizers(made[key], value)
+            joined = join(made[key], value)
             if joined is None:
                 where, first, other = _difference(made[key], value, key)
                 raise CheckpointError(

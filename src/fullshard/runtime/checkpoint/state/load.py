@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,8 @@ class Targets:
         finish: To be called when all of them are read: gives the objects their state, tells engines.
         values: Values of the checkpoint by key, of those that are no objects' state; filled by `finish`.
         missing: Names that are wanted and not in the checkpoint, where that is allowed.
-        unexpected: The reverse.
+        unexpected: The reverse; also what is for other ranks, such as the other stages of a pipeline.
+        refused: Those of them that strict does not allow, see `refuse_unexpected`.
         skipped: Keys of the checkpoint that are not loaded: nobody asked, or they are of other ranks.
     """
 
@@ -51,6 +52,7 @@ class Targets:
     values: dict[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
@@ -67,7 +69,7 @@ def targets(
         strict: Whether names on one side only are errors; by key, where that is not to be so for all.
 
     Raises:
-        CheckpointMismatchError: What does not fit, all of it.
+        CheckpointMismatchError: What does not fit, all of it; but not if only names that this rank does not want.
         ValueError: A key of `state` or `strict` cannot be one.
         MisuseError: A forward or backward of a module is running.
     """
@@ -90,6 +92,7 @@ def targets(
         loader.values,
         tuple(plan.missing),
         tuple(plan.unexpected),
+        tuple(name for name in plan.unexpected if name in plan.strict),
         tuple(plan.skipped),
     )
 
@@ -102,20 +105,35 @@ def _by_key(manifest: Manifest) -> dict[str, list[str]]:
     return found
 
 
+def refuse_unexpected(refused: Sequence[Sequence[str]]) -> None:
+    """Raise for names in the checkpoint that no rank wants. Each rank passes the same, and raises the same.
+
+    Args:
+        refused: `Targets.refused` of every rank that loads.
+
+    Raises:
+        CheckpointMismatchError: There are some.
+    """
+    everywhere = set(refused[0]).intersection(*refused[1:])
+    if everywhere:
+        raise _mismatch([], [name for name in refused[0] if name in everywhere], [])
+
+
 def _refuse(plan: Plan) -> None:
     missing = [name for name in plan.missing if name in plan.strict]
-    unexpected = [name for name in plan.unexpected if name in plan.strict]
+    if missing or plan.problems:
+        raise _mismatch(missing, [name for name in plan.unexpected if name in plan.strict], plan.problems)
+
+
+def _mismatch(missing: list[str], unexpected: list[str], problems: list[str]) -> CheckpointMismatchError:
     lines = [
         *([f"not in the checkpoint: {_some(missing)}"] if missing else []),
         *([f"in the checkpoint, but not wanted: {_some(unexpected)}"] if unexpected else []),
-        *plan.problems[:_LISTED],
-        *([f"and {len(plan.problems) - _LISTED} more"] if len(plan.problems) > _LISTED else []),
+        *problems[:_LISTED],
+        *([f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []),
+        *(["strict=False loads what fits, only(...) loads a part"] if missing or unexpected else []),
     ]
-    if lines:
-        advice = " (strict=False loads what fits)" if missing or unexpected else ""
-        raise CheckpointMismatchError(
-            "the checkpoint does not fit, nothing was changed:\n  " + "\n  ".join(lines) + advice
-        )
+    return CheckpointMismatchError("the checkpoint does not fit, nothing was changed:\n  " + "\n  ".join(lines))
 
 
 def _some(names: list[str]) -> str:

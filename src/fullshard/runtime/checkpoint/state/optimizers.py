@@ -102,27 +102,6 @@ def collect_optimizer(
     }
 
 
-def join_optimizers(first: Any, other: Any) -> dict[str, Any] | None:
-    """One JSON value of the optimizers of two stages of a pipeline, which have the same groups of other parameters.
-
-    Returns:
-        None if the values are no such optimizers.
-    """
-    if not all(isinstance(value, dict) and value.get("kind") == "optimizer" for value in (first, other)):
-        return None
-    settings = [[group["settings"] for group in value["groups"]] for value in (first, other)]
-    if settings[0] != settings[1] or first["others"] != other["others"]:
-        return None
-    kinds = [*first["kinds"], *(each for each in other["kinds"] if each not in first["kinds"])]
-    groups = []
-    for one, two in zip(first["groups"], other["groups"], strict=True):
-        states = dict(zip(one["params"], one["state"], strict=True))
-        for name, number in zip(two["params"], two["state"], strict=True):
-            states.setdefault(name, -1 if number < 0 else kinds.index(other["kinds"][number]))
-        groups.append({**one, "params": list(states), "state": list(states.values())})
-    return {**first, "groups": groups, "kinds": kinds, "values": {**other["values"], **first["values"]}}
-
-
 def _check_rows(value: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
     """A plain tensor beside a sharded parameter: one number, or all of it. Rows alone would pass for the whole."""
     if isinstance(value, DTensor) or value.numel() <= 1 or not isinstance(parameter, DTensor):
