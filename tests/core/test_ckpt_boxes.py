@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.core.ckpt.boxes import Box, Division
@@ -29,6 +29,7 @@ def cells(box: Box) -> set[tuple[int, ...]]:
     return set(found)
 
 
+@settings(deadline=None)
 @given(divisions())
 def test_every_element_is_in_exactly_one_file(case: tuple[tuple[int, ...], Division]) -> None:
     shape, division = case
@@ -37,6 +38,7 @@ def test_every_element_is_in_exactly_one_file(case: tuple[tuple[int, ...], Divis
     assert sorted(found) == sorted(cells(Box.whole(shape)))
 
 
+@settings(deadline=None)
 @given(divisions(), st.data())
 def test_overlapping_pieces_are_those_that_brute_force_finds(
     case: tuple[tuple[int, ...], Division], data: st.DataObject

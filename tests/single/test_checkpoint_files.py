@@ -77,7 +77,7 @@ def test_whole_tensors_are_those_that_were_written(tmp_path: Path) -> None:
             checkpoint.check_file(rank)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_box_of_any_division_is_read(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, data: st.DataObject

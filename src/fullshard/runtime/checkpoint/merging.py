@@ -11,7 +11,9 @@ from fullshard.core.ckpt.manifest import TensorEntry
 from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.state.joining import join
 
-_Described = tuple[tuple[int, ...], str, Division | None]
+# Shape, dtype, and the number of a division; `PLAIN` for a tensor that is the same wherever it is.
+Described = tuple[tuple[int, ...], str, int]
+PLAIN = -1
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,14 @@ class Told:
     """What one rank has.
 
     Attributes:
-        tensors: Shape, dtype and division by name. None as division: plain, the same wherever it is.
+        divisions: Divisions that occur.
+        tensors: By name.
         aliases: Other names of tensors.
         values: JSON by key of the state.
     """
 
-    tensors: Mapping[str, _Described]
+    divisions: tuple[Division, ...]
+    tensors: Mapping[str, Described]
     aliases: Mapping[str, str]
     values: Mapping[str, Any]
 
@@ -55,45 +59,71 @@ def merge(told: Sequence[Told]) -> Shared:
     Raises:
         CheckpointError: Ranks have different tensors or values under one name.
     """
-    tensors: dict[str, TensorEntry] = {}
-    seen: dict[str, tuple[int, _Described]] = {}
-    numbers: dict[Division, int] = {}
-    aliases: dict[str, str] = {}
-    twins: dict[str, dict[Division, None]] = {}
+    merger = _Merger()
     for rank, own in enumerate(told):
-        for name, described in own.tensors.items():
-            shape, dtype, division = described
-            if name in seen:
-                first = _refuse_other(name, described, rank, *seen[name])
-                if division is not None and first is not None and division != first:
-                    twins.setdefault(name, {first: None})[division] = None
+        merger.add(rank, own)
+    twins = {name: tuple(merger.divisions[number] for number in found) for name, found in merger.twins.items()}
+    values = _values([own.values for own in told])
+    return Shared(tuple(merger.divisions), merger.tensors, merger.aliases, values, twins)
+
+
+class _Merger:
+    """Adds one rank after the other."""
+
+    def __init__(self) -> None:
+        self.divisions: list[Division] = []
+        self.tensors: dict[str, TensorEntry] = {}
+        self.aliases: dict[str, str] = {}
+        self.twins: dict[str, list[int]] = {}
+        self._numbers: dict[Division, int] = {}
+        self._seen: dict[str, tuple[int, Described]] = {}
+
+    def add(self, rank: int, own: Told) -> None:
+        """Add what a rank has."""
+        numbers = [self._number(division) for division in own.divisions]
+        plain = -1
+        for name, (shape, dtype, number) in own.tensors.items():
+            described = (shape, dtype, PLAIN if number == PLAIN else numbers[number])
+            if name in self._seen:
+                self._compare(name, rank, described)
                 continue
-            seen[name] = rank, described
-            number = numbers.setdefault(division or Division.whole_on(rank), len(numbers))
-            tensors[name] = TensorEntry(shape, dtype, number)
-        aliases.update(own.aliases)
-    return Shared(
-        tuple(numbers),
-        tensors,
-        aliases,
-        _values([own.values for own in told]),
-        {name: tuple(found) for name, found in twins.items()},
-    )
+            self._seen[name] = rank, described
+            if number == PLAIN:
+                plain = plain if plain >= 0 else self._number(Division.whole_on(rank))
+            self.tensors[name] = TensorEntry(shape, dtype, plain if number == PLAIN else numbers[number])
+        self.aliases.update(own.aliases)
 
+    def _number(self, division: Division) -> int:
+        if division not in self._numbers:
+            self._numbers[division] = len(self.divisions)
+            self.divisions.append(division)
+        return self._numbers[division]
 
-def _refuse_other(name: str, found: _Described, rank: int, first: int, expected: _Described) -> Division | None:
-    """Refuse another tensor of the same name; returns the division that was seen first."""
-    alike = [
-        (shape, dtype, None if division is None else (division.mesh, division.splits))
-        for shape, dtype, division in (found, expected)
-    ]
-    if alike[0] != alike[1]:
-        raise CheckpointError(
-            f"tensor {name!r} is (shape, dtype, division) {found} on rank {rank}, but {expected} on rank {first}: "
-            "ranks save one checkpoint together, so a name must mean the same on all of them. Give what belongs to a "
-            "rank alone to per_rank(...)"
-        )
-    return expected[2]
+    def _compare(self, name: str, rank: int, found: Described) -> None:
+        first, expected = self._seen[name]
+        if found == expected:
+            return
+        if found[:2] != expected[:2] or self._form(found) != self._form(expected):
+            raise CheckpointError(
+                f"tensor {name!r} is {self._text(found)} on rank {rank}, but {self._text(expected)} on rank {first}: "
+                "ranks save one checkpoint together, so a name must mean the same on all of them. Give what belongs "
+                "to a rank alone to per_rank(...)"
+            )
+        twins = self.twins.setdefault(name, [expected[2]])
+        if found[2] not in twins:
+            twins.append(found[2])
+
+    def _form(self, described: Described) -> Any:
+        """A division without its ranks."""
+        if described[2] == PLAIN:
+            return None
+        division = self.divisions[described[2]]
+        return division.mesh, division.splits
+
+    def _text(self, described: Described) -> str:
+        shape, dtype, number = described
+        how = "not sharded" if number == PLAIN else f"divided over ranks {list(self.divisions[number].ranks)[:16]}"
+        return f"{dtype} {list(shape)}, {how}"
 
 
 def _values(all_values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.files.checks import checksum
 from fullshard.runtime.checkpoint.files.memory import as_bytes
 from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
-from fullshard.runtime.checkpoint.merging import Shared, Told, merge
+from fullshard.runtime.checkpoint.merging import PLAIN, Described, Shared, Told, merge
 from fullshard.runtime.checkpoint.publish import Draft, prune
 from fullshard.runtime.checkpoint.state.collect import Collected, collect
 from fullshard.runtime.checkpoint.state.rows import Held
@@ -159,20 +159,22 @@ def _agree(
 ) -> tuple[Shared, dict[str, tuple[tuple[int, ...], str]], dict[str, torch.Tensor]]:
     """(what all ranks have, tensors that this rank has for itself, what this rank writes)."""
     places = {member: place for place, member in enumerate(ranks.members)}
-    divisions: dict[Division, Division] = {}
+    numbers: dict[int, int] = {}  # by identity: tensors that are divided alike share one object
+    divisions: list[Division] = []
     own: dict[str, tuple[tuple[int, ...], str]] = {}
-    told: dict[str, tuple[tuple[int, ...], str, Division | None]] = {}
+    told: dict[str, Described] = {}
     for name, held in collected.tensors.items():
         division = held.division
-        if division is not None:
-            if division not in divisions:
-                divisions[division] = _placed(division, places, name)
-            division = divisions[division]
-            if division.ranks == (ranks.rank,) and name.partition("/")[0].endswith(f"@{ranks.members[ranks.rank]}"):
-                own[name] = (held.shape, held.dtype)
-                continue
-        told[name] = (held.shape, held.dtype, division)
-    everything = Told(told, collected.aliases, collected.values)
+        if division is None:
+            told[name] = (held.shape, held.dtype, PLAIN)
+        elif name.partition("/")[0].endswith(f"@{ranks.members[ranks.rank]}"):
+            own[name] = (held.shape, held.dtype)
+        else:
+            if id(division) not in numbers:
+                numbers[id(division)] = len(divisions)
+                divisions.append(_placed(division, places, name))
+            told[name] = (held.shape, held.dtype, numbers[id(division)])
+    everything = Told(tuple(divisions), told, collected.aliases, collected.values)
     digest = hashlib.blake2b(repr(everything).encode(), digest_size=16).digest()
     alike = len(set(ranks.exchange(digest, "compare"))) == 1
     shared = merge([everything] if alike else ranks.exchange(everything, "compare"))
