@@ -65,7 +65,7 @@ def test_report_has_a_line_for_every_rank() -> None:
             "  rank 1 posted nothing: its process has ended, it is stuck or busy outside of fullshard, or the network "
             "to it is cut"
         ),
-        "  rank 2: step 1: wait (before any command)",
+        "  rank 2: step 1: wait",
         "Look first at rank 1: stopped, stuck, busy with something else, or not to be reached.",
     ]
 

@@ -62,8 +62,8 @@ class Trail:
 
     @property
     def place(self) -> str:
-        """Where this rank is, such as "command 17 of step 3"."""
-        return _place((self.commands[-1].step, self.commands[-1].number)) if self.commands else "before any command"
+        """Where this rank is, such as " (command 17 of step 3)"; "" before any command."""
+        return f" ({_place((self.commands[-1].step, self.commands[-1].number))})" if self.commands else ""
 
 
 def report(trails: Mapping[int, Trail], ranks: Sequence[int]) -> str:
@@ -82,7 +82,7 @@ def report(trails: Mapping[int, Trail], ranks: Sequence[int]) -> str:
                 "the network to it is cut"
             )
         else:
-            lines.append(f"  rank {rank}: {trail.last} ({trail.place}){'; ' if trail.end else ''}{trail.end}")
+            lines.append(f"  rank {rank}: {trail.last}{trail.place}{'; ' if trail.end else ''}{trail.end}")
     advice = (first_difference(trails), suspect(trails, ranks))
     return "\n".join([*lines, *filter(None, advice)])
 

@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fullshard import errors
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, CommunicationError
 from fullshard.runtime.collectives import Call, Messages, limit_of, messages_of
+from fullshard.runtime.failures.postmortem import explain_between
 
 T = TypeVar("T")
 
@@ -82,7 +83,11 @@ class Ranks:
         """
         if self.messages is None:
             return [value]
-        return self.messages.exchange(value, Call(what, "(checkpoint)", 0), self.limit)
+        try:
+            return self.messages.exchange(value, Call(f"{what} of a checkpoint", "", 0), self.limit)
+        except CommunicationError as error:
+            explain_between(error, self.members, f"{what} of a checkpoint")
+            raise
 
     def on_all(self, action: Callable[[], T], what: str) -> list[T]:
         """Run `action` on every rank. All get all results, or raise the error of the first rank that has one."""

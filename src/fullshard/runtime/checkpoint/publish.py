@@ -1,7 +1,8 @@
 """A checkpoint becomes visible in one step, and only when all of it is on the disk.
 
     root/step-40/                    complete; nothing else has such a name
-    root/latest                      "step-40", written after it
+    root/latest                      "step-40", moved after it
+    root/.latest.1f0c                what `latest` will be, from before the step has its name until then
     root/.step-40.1f0c.tmp/          being written, or left by a job that died
     root/.step-40.1f0c.old/          replaced; counts as step 40 until its successor is in place
     root/.step-40.1f0c.gone/         being deleted
@@ -32,6 +33,7 @@ from fullshard.runtime.checkpoint.files.reading import open_regular
 
 LATEST_FILE = "latest"
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
+_POINTER = re.compile(rf"\.{LATEST_FILE}\.([0-9a-f]+)", re.ASCII)
 _HIDDEN = re.compile(r"\.(step-(?:0|[1-9]\d{0,17}))\.([0-9a-f]+)\.(new|tmp|old|gone)", re.ASCII)
 _LOG = logging.getLogger("fullshard")
 # Where a file system has no locks: after this long without a change a folder is taken for left.
@@ -85,11 +87,12 @@ class Draft:
         try:
             _write_durably(self.path / MANIFEST_FILE, manifest_bytes(manifest))
             _sync(self.path)
+            # First: who dies between the two renames has told by this that the new checkpoint is the latest one.
+            _write_durably(self._pointer, f"{self._final.name}\n".encode())
             self._rename()
             _sync(self._root)
-            pointer = self._root / f".{LATEST_FILE}.{self._nonce}"
-            _write_durably(pointer, f"{self._final.name}\n".encode())
-            pointer.replace(self._root / LATEST_FILE)
+            with suppress(FileNotFoundError):  # another job, which took this one for dead, has done it
+                self._pointer.replace(self._root / LATEST_FILE)
             _sync(self._root)
         except OSError as error:
             if isinstance(error, CheckpointError):
@@ -102,8 +105,14 @@ class Draft:
 
     def abandon(self) -> None:
         """Remove what was written."""
+        with suppress(OSError):
+            self._pointer.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
         self._release()
+
+    @property
+    def _pointer(self) -> Path:
+        return self._root / f".{LATEST_FILE}.{self._nonce}"
 
     def _release(self) -> None:
         if self._lock >= 0:
@@ -198,9 +207,24 @@ def remove_leftovers(root: Path) -> None:
             continue
         _LOG.info("removing %s, which an interrupted job has left", path)
         shutil.rmtree(path, ignore_errors=True)
-    for pointer in root.glob(f".{LATEST_FILE}.*"):
-        if _age(pointer) > _ABANDONED_SECONDS:
+    for pointer, name, nonce in _pointers(root):
+        if _counts(root, name, nonce):
+            with suppress(FileNotFoundError):
+                pointer.replace(root / LATEST_FILE)
+        elif not (root / f".{name}.{nonce}.tmp").exists():
             pointer.unlink(missing_ok=True)
+
+
+def _pointers(root: Path) -> list[tuple[Path, str, str]]:
+    """(file, name of the step, name of the job) of what `latest` shall become, oldest first."""
+    found = [(path, match[1]) for path in root.glob(f".{LATEST_FILE}.*") if (match := _POINTER.fullmatch(path.name))]
+    found.sort(key=lambda item: -_age(item[0]))
+    return [(path, step_name(-1 if (step := _step_in(path)) is None else step), nonce) for path, nonce in found]
+
+
+def _counts(root: Path, name: str, nonce: str) -> bool:
+    """Whether the step that a pointer names has been published: its job has ended before it moved `latest`."""
+    return (root / name).is_dir() and not (root / f".{name}.{nonce}.tmp").exists()
 
 
 def leftovers(root: Path) -> Iterator[tuple[Path, bool]]:
@@ -253,9 +277,16 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _named(root: Path) -> int | None:
-    """The step that `latest` names, if it can be read."""
+    """The step that `latest` names, or is about to, if it can be read."""
+    for pointer, name, nonce in reversed(_pointers(root)):
+        if _counts(root, name, nonce):
+            return _step_in(pointer)
+    return _step_in(root / LATEST_FILE)
+
+
+def _step_in(path: Path) -> int | None:
     try:
-        file, _ = open_regular(root / LATEST_FILE)
+        file, _ = open_regular(path)
     except CheckpointError:
         return None
     with os.fdopen(file, "rb") as opened:

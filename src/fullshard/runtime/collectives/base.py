@@ -73,7 +73,7 @@ class Call:
 
     Attributes:
         op: Command, such as "gather".
-        unit: Unit name.
+        unit: Unit name; "" if it is for no unit.
         tag: Number that is the same on every rank and differs between commands and units.
     """
 
@@ -197,7 +197,7 @@ def translate(
         ranks: Who may be missing; this rank itself does not count.
     """
     others = [rank for rank in ranks if rank != dist.get_rank()]
-    text = f"{call.op} of unit {call.unit!r}: {where}"
+    text = f"{call.op} of unit {call.unit!r}: {where}" if call.unit else f"{call.op}: {where}"
     lowered = str(error).lower()
     if "timed out" in lowered or "timeout" in lowered:
         return PeerTimeoutError(f"{text}: nothing arrived within {limit_seconds:g} s. {EXPLAIN_LATE}", others)

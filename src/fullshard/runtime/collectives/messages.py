@@ -64,7 +64,7 @@ class Messages:
             self._backend.allgather([rows], [tensor]).wait(limit)
         except RuntimeError as error:
             where = f"rank {dist.get_rank()} waited for ranks {self._ranks}"
-            raise translate(error, call, where, limit.total_seconds()) from error
+            raise translate(error, call, where, limit.total_seconds(), self._ranks) from error
         return rows
 
 

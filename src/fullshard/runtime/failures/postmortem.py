@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
 
@@ -114,15 +114,8 @@ class Story:
             if not self._communicates():
                 return
             self._explained = True  # what follows in this process, such as the end of a backward, is no cause
-            # Up to the parameter: what follows is advice.
-            end, lost = _line(error).partition(" (parameter")[0], isinstance(error, PeerLostError)
-            own = Trail(tuple(self._told()), self._last(), end, waits_for=error.ranks, lost=lost).to_text()
             ranks = sorted({rank for unit in self._units for rank in unit.place.mesh.mesh.flatten().tolist()})
-            trails = {}
-            for rank, text in exchange_posts(own, ranks, WAIT_SECONDS).items():
-                with suppress(ValueError, KeyError, TypeError):  # not of this version
-                    trails[rank] = Trail.from_text(text)
-            error.args = (f"{error}\n{report(trails, ranks)}",)
+            _add_words(error, self._last(), tuple(self._told()), ranks)
 
     def _communicates(self) -> bool:
         return dist.is_initialized() and dist.get_world_size() > 1
@@ -169,6 +162,23 @@ def explained(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         if engine is not None:
             engine.story.explain(error)
         raise
+
+
+def explain_between(error: CommunicationError, ranks: Sequence[int], doing: str) -> None:
+    """Add to `error`, of an exchange that belongs to no engine, what each of `ranks` was doing. Never raises."""
+    with suppress(Exception):
+        _add_words(error, doing, (), ranks)
+
+
+def _add_words(error: CommunicationError, last: str, told: tuple[Told, ...], ranks: Sequence[int]) -> None:
+    # Up to the parameter: what follows is advice.
+    end, lost = _line(error).partition(" (parameter")[0], isinstance(error, PeerLostError)
+    own = Trail(told, last, end, waits_for=error.ranks, lost=lost).to_text()
+    trails = {}
+    for rank, text in exchange_posts(own, ranks, WAIT_SECONDS).items():
+        with suppress(ValueError, KeyError, TypeError):  # not of this version
+            trails[rank] = Trail.from_text(text)
+    error.args = (f"{error}\n{report(trails, ranks)}",)
 
 
 def _line(error: BaseException) -> str:
