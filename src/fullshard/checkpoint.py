@@ -83,7 +83,9 @@ def save(
             failed.
         CommunicationError: A rank is gone, or later than the time limit.
     """
-    return _begin(state, Where.checked(root, step, keep, overwrite), group).write()
+    where = Where.checked(root, step, keep, overwrite)
+    BACKGROUND.settle()
+    return Save(Ranks.of(group), where, state).write()
 
 
 def async_save(
@@ -104,12 +106,9 @@ def async_save(
     Returns:
         The pending save; `result()` waits for it. Call it before the process group is destroyed.
     """
-    return BACKGROUND.start(_begin(state, Where.checked(root, step, keep, overwrite), group))
-
-
-def _begin(state: Mapping[str, Any], where: Where, group: dist.ProcessGroup | None) -> Save:
+    where = Where.checked(root, step, keep, overwrite)
     BACKGROUND.settle()
-    return Save(Ranks.of(group), where, state)
+    return BACKGROUND.start(Save(Ranks.of(group), where, state, BACKGROUND.copy))
 
 
 def load(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.runtime.checkpoint.saving import Save
+from fullshard.runtime.checkpoint.saving import Save, Tensors
 
 _LOG = logging.getLogger("fullshard")
 _ALIGN_BYTES = 64
@@ -77,18 +77,18 @@ class Background:
             pending.result()
 
     def start(self, save: Save) -> PendingSave:
-        """Copy what is to be saved, and let a thread write it. The one before must be settled."""
-        save.tensors = self._copy(save.tensors)
+        """Let a thread write. The save before must be settled."""
         self._pending = PendingSave(save)
         return self._pending
 
-    def _copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies on the CPU, also of tensors that are there already."""
+    def copy(self, tensors: Tensors) -> Tensors:
+        """Copies on the CPU, also of tensors that are there already. They are gone with the next call."""
         total = sum(-(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for tensor in tensors.values())
         on_device = any(tensor.device.type != "cpu" for tensor in tensors.values())
         if self._memory.numel() < total:
             self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
-        copies, begin = {}, 0
+        copies: Tensors = {}
+        begin = 0
         for name, tensor in tensors.items():
             flat = self._memory[begin : begin + tensor.nbytes]
             copies[name] = flat.view(tensor.dtype).view(tensor.shape)
