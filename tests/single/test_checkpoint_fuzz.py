@@ -12,7 +12,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,15 @@ from fullshard.runtime.checkpoint.files.checks import TABLE, checksum, seal_of
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
 from single.test_checkpoint_files import BOTH, COLUMNS, ROWS, write
 
-Files = dict[str, bytes]
+Files = Mapping[str, bytes]
+
+
+class Sound(dict[str, bytes]):
+    """Files of a sound checkpoint. Hypothesis shows the arguments of a failing example."""
+
+    def __repr__(self) -> str:
+        return "Sound()"
+
 
 _TRAILER_BYTES = len(', "checksum": "0123456789abcdef"}\n')
 
@@ -53,7 +61,7 @@ def sound(tensors: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFac
     divisions = [ROWS, COLUMNS, BOTH, Division.whole_on(1), ROWS]
     divided = {name: (tensor, division) for (name, tensor), division in zip(tensors.items(), divisions, strict=True)}
     path = write(tmp_path_factory.mktemp("sound") / "c", divided)
-    return {file.name: file.read_bytes() for file in path.iterdir()}
+    return Sound((file.name, file.read_bytes()) for file in path.iterdir())
 
 
 @pytest.fixture(scope="module")

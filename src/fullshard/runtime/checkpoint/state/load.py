@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.core.ckpt.manifest import Manifest
-from fullshard.errors import CheckpointMismatchError
+from fullshard.errors import CheckpointError, CheckpointMismatchError, FullshardError
 from fullshard.runtime.checkpoint.state.collect import (
     by_module_name,
     check_keys,
@@ -74,7 +74,8 @@ def targets(
         MisuseError: A forward or backward of a module is running.
     """
     check_keys(state)
-    loader = _Loader(Plan(manifest, rank, world_size), _by_key(manifest))
+    plan = Plan(manifest, rank, world_size)
+    loader = _Loader(plan, _by_key(manifest))
     if isinstance(strict, Mapping) and (unknown := [key for key in strict if key not in state]):
         raise ValueError(f"strict names keys that are not loaded: {unknown}; expected some of {list(state)}")
     for key, value in state.items():
@@ -82,8 +83,9 @@ def targets(
             loader.add_names(key, inner(value))
     # Random states last: what others do while they are loaded may draw numbers.
     for key, value in sorted(state.items(), key=lambda item: isinstance(item[1], RandomState)):
+        before = len(plan.finishers)
         loader.add(key, value, strict.get(key, True) if isinstance(strict, Mapping) else strict)
-    plan = loader.plan
+        plan.finishers[before:] = [partial(_give, key, finish) for finish in plan.finishers[before:]]
     plan.skipped += [key for key in loader.known if key not in state]
     _refuse(plan)
     return Targets(
@@ -138,6 +140,18 @@ def _mismatch(missing: list[str], unexpected: list[str], problems: list[str]) ->
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+def _give(key: str, finish: Callable[[], None]) -> None:
+    """What an object says of its state is not about the arguments of `load`: the checkpoint may come from anyone."""
+    try:
+        finish()
+    except FullshardError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the state of {key!r} in the checkpoint was refused when it was loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _finish(plan: Plan) -> None:
