@@ -317,7 +317,7 @@ def exported_llama(folder: Path, tied: bool) -> Path:
     source = Source({f"model/{name}": stored(parameter) for name, parameter in model.named_parameters()})
     source.aliases = {"model/lm_head.weight": "model/model.embed_tokens.weight"} if tied else {}
     config = {"model": asdict(ModelConfig(32, 2, 4, 2, 48, tie_word_embeddings=tied))}
-    source.values = {"model": MODULE, "config": {"kind": "value", "value": config}}
+    source.values = {"model": MODULE, "run": {"kind": "value", "value": {"config": config, "position": 3}}}
     path = write_own(source, Target(folder / "own", 1, False, Layout(1, 3)))
     run("export", path, folder / "hf", "--to", "hf", "--max-shard-bytes", "50kB")
     return folder / "hf"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import CheckpointDamagedError, CheckpointError
+from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.files.folder import Checkpoint
 from fullshard.runtime.checkpoint.files.writing import Piece
 from fullshard.runtime.checkpoint.state.values import decode, encode
@@ -150,15 +150,15 @@ def _config(checkpoint: Checkpoint, wish: Wish, dtype: str, tied: bool) -> dict[
     """config.json: what the user gave, or what the checkpoint says of its model."""
     if wish.config is not None:
         return hugging_face.read_config(wish.config)
-    state = checkpoint.manifest.state
     found = _value(checkpoint, "hf_config")
     if isinstance(found, dict):
         return {**found, "torch_dtype": dtype}
-    for key in state:
-        value = _value(checkpoint, key)
-        section = value.get("model") if isinstance(value, dict) else None
-        if isinstance(section, dict) and "num_hidden_layers" in section:  # the trainer's settings
-            return {**hugging_face.llama_config(section, dtype), "tie_word_embeddings": tied}
+    # The trainer's settings are among its values of a run.
+    for value in [_value(checkpoint, key) for key in checkpoint.manifest.state]:
+        for settings in (value, value.get("config")) if isinstance(value, dict) else ():
+            section = settings.get("model") if isinstance(settings, dict) else None
+            if isinstance(section, dict) and "num_hidden_layers" in section:
+                return {**hugging_face.llama_config(section, dtype), "tie_word_embeddings": tied}
     raise CheckpointError(
         "the checkpoint does not say what its model is: give a config.json with --config, or save one as "
         'state["hf_config"] = model.config.to_dict()'
@@ -168,12 +168,16 @@ def _config(checkpoint: Checkpoint, wish: Wish, dtype: str, tied: bool) -> dict[
 def _value(checkpoint: Checkpoint, key: str) -> Any:
     """The plain value that is saved under a key, or None."""
     value = checkpoint.manifest.state.get(key)
-    if not isinstance(value, dict) or value.get("kind") not in ("value", "object") or "value" not in value:
+    if not isinstance(value, dict) or value.get("kind") != "value" or "value" not in value:
         return None
     try:
-        return decode(value["value"], key, checkpoint.tensor)
-    except ValueError as error:
-        raise CheckpointDamagedError(str(error)) from None
+        return decode(value["value"], key, _get_nothing)
+    except ValueError:
+        return None  # it has tensors, or is damaged: no configuration
+
+
+def _get_nothing(_name: str) -> torch.Tensor:
+    raise ValueError("a tensor")
 
 
 @dataclass(frozen=True)
