@@ -605,8 +605,23 @@ def test_compressed_archives_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
-    with pytest.raises(CheckpointError, match="compressed"):
+    with pytest.raises(CheckpointError, match="is compressed or encrypted"):
         read_torch(tmp_path / "bomb.pt")
+
+
+def test_an_entry_that_reaches_out_of_its_archive_is_damage(tmp_path: Path) -> None:
+    """What follows in the file belongs to other tensors."""
+    save_dcp(tmp_path / "dcp")
+    found = open_dcp(tmp_path / "dcp")
+    _, where = found.tensors["model.0.weight"].chunks[0]
+    path = tmp_path / "dcp" / where.name
+    content = bytearray(path.read_bytes())
+    header = content.index(b"data/0", where.offset) - len("archive/") - 30
+    assert content[header : header + 4] == b"PK\x03\x04"
+    content[header + 28 : header + 30] = (2000).to_bytes(2, "little")  # the length of its extra field
+    path.write_bytes(content)
+    with pytest.raises(CheckpointDamagedError, match="not where the archive says"):
+        read(found.tensors["model.0.weight"])
 
 
 def test_big_endian_files_are_refused(tmp_path: Path) -> None:
