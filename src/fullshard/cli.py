@@ -287,7 +287,10 @@ def _ckpt(options: argparse.Namespace, overrides: list[Override]) -> int:
         raise ConfigError(f"`fullshard ckpt` takes no settings, found --{overrides[0][0]}.")
     try:
         return int(options.action(options))
-    except CheckpointError as error:
+    except BrokenPipeError:  # `| head` has seen enough; nothing may be written at the end either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (CheckpointError, OSError) as error:
         _print_error(str(error))
         return 1
 

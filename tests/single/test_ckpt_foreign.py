@@ -560,7 +560,9 @@ def foreign_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
     root = tmp_path_factory.mktemp("fuzz")
     save_dcp(root / "dcp")
     torch.save(state_dict(), root / "model.pt")
-    return root, {name: (root / name).read_bytes() for name in ("dcp/.metadata", "model.pt")}
+    copied(3, root)
+    names = ("dcp/.metadata", "model.pt", "zero3/zero_pp_rank_0_mp_rank_00_model_states.pt")
+    return root, {name: (root / name).read_bytes() for name in names}
 
 
 @given(data=st.data())
@@ -583,13 +585,13 @@ def test_damaged_files_end_with_an_error_or_with_tensors(
             changed[at:at] = data.draw(st.binary(min_size=1, max_size=9))
     (root / name).write_bytes(changed)
     try:
-        if name == "model.pt":
-            with read_torch(root / name) as source:
-                total = [read(tensor) for tensor in source.tensors.values()]
-        else:
+        if name == "dcp/.metadata":
             found = open_dcp(root / "dcp")
             total = [read(tensor) for tensor in found.tensors.values()]
             found.folder.close()
+        else:
+            with read_torch(root / name) if name == "model.pt" else read_deepspeed(root / "zero3") as source:
+                total = [read(tensor) for tensor in source.tensors.values()]
     except CheckpointError:
         return
     finally:

@@ -457,6 +457,15 @@ def test_inspect_says_what_a_checkpoint_holds(tmp_path: Path, capsys: pytest.Cap
     assert found["state"]["note"] == {"kind": "value", "value": "hello"}
 
 
+def test_names_cannot_change_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint may come from anyone."""
+    own(tmp_path, {"\x1b[31mred\r\u202e": torch.ones(2)}, note="\x1b[2J")
+    run("inspect", tmp_path, "--tensors")
+    text = capsys.readouterr().out
+    assert "model/\\x1b[31mred\\r\\u202e  F32 [2]" in text
+    assert text.replace("\n", "").isprintable()
+
+
 def _flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1

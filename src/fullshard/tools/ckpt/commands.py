@@ -227,4 +227,7 @@ def _done(path: Path, notes: Iterable[str]) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    """Print; names may come from anyone, so nothing in them may move the cursor or change the terminal."""
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    sys.stdout.write(shown + "\n")
+    sys.stdout.flush()

@@ -179,8 +179,9 @@ class _Machine:
         maker = self._lookup(full)
         if maker is None:
             raise UnsafePickleError(
-                f"{self._source} holds a pickle that uses {full!r}. That is no part of the weights of a model, and "
-                f"could be made to run code, so the file is refused. Nothing of it was run."
+                f"{self._source} holds a pickle that uses {full[:200]!r}. That is no part of the weights of a model, "
+                "and could be made to run code, so the file is refused. Nothing of it was run. What torch.save makes "
+                "of model.state_dict() holds nothing of the kind"
             )
         self.push(Named(full, maker))
 
