@@ -41,7 +41,6 @@ from savers import BYTES_A_PARAMETER, workload_of
 from workloads import sizes
 
 GIB = 1024**3
-MIB = 1024**2
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
@@ -151,7 +150,7 @@ class Runner:
         if verb == "async":
             del self._saved[path]  # it has gone on training since
             return {"stall": slowest["stall_seconds"], "lost": slowest["lost_seconds"], "async": slowest}
-        return {verb: slowest["seconds"], f"{verb}_extra_bytes": slowest.get("extra_bytes")}
+        return {verb: slowest["seconds"]}
 
     def add(self, name: str, taken: dict[str, Any]) -> None:
         """Note what a turn took."""
@@ -277,11 +276,8 @@ def cells(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for verb in ("save", "load"):
             values = found[name].get(verb)
             row.append(f"{nbytes / GIB / Spread.of(values).median:.2f}" if values else "")
-        for verb in ("save", "load"):
-            extra = [value for value in found[name].get(f"{verb}_extra_bytes", []) if value is not None]
-            row.append(f"{max(extra) / MIB:.0f}" if extra else "")
         rows.append(row)
-    return ["", *shown, "save GiB/s", "load GiB/s", "save + MiB", "load + MiB"], rows
+    return ["", *shown, "save GiB/s", "load GiB/s"], rows
 
 
 def planning_lines(result: dict[str, Any]) -> list[str]:

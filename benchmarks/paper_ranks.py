@@ -59,7 +59,7 @@ def _entries(tensors: int) -> dict[str, TensorEntry]:
 
 
 def _files() -> tuple[FileEntry, ...]:
-    return tuple(FileEntry(file_name(rank), 1 << 30, "0" * 16) for rank in range(WORLD_SIZE))
+    return tuple(FileEntry(file_name(rank), 1 << 40, "0" * 16) for rank in range(WORLD_SIZE))
 
 
 def _reads(manifest: Manifest, division: Division, rank: int) -> list[tuple[str, Box]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
 from fullshard.core.ckpt.manifest import DTYPE_BYTES
+
+_HUGE_BYTES = 2 << 20
 
 # Only those that torch and safetensors share.
 _DTYPES = {
@@ -57,7 +60,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Pages:
-    """A buffer of whole pages.
+    """A buffer of whole pages, huge ones where the system has them.
+
+    With pages of 4 KiB one direct write is thousands of pieces of memory for the disk, and took twice as long.
 
     Attributes:
         view: Its memory.
@@ -65,5 +70,13 @@ class Pages:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.view = memoryview(mmap.mmap(-1, nbytes))
-        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+        # Private: shared memory, which is what `mmap` makes otherwise, has no huge pages.
+        memory = mmap.mmap(-1, nbytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+        if advice is not None:
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(advice)
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        start = -everything.data_ptr() % _HUGE_BYTES
+        self.view = memoryview(memory)[start : start + nbytes]
+        self.tensor = everything[start : start + nbytes]
