@@ -90,6 +90,15 @@ RAISED = replace(trail(end="its forward raised ValueError: bad"), is_cause=True)
         # Rank 1 waited, too; only with some backends is it known for whom.
         ({0: replace(WAITS, waits_for=(1, 2), lost=True), 1: WAITS}, "Look first at rank 2: ended without a word"),
         ({0: WAITS, 1: WAITS, 2: WAITS}, ""),
+        # Rank 2 was late: the others had waited until the limit, and ended.
+        (
+            {
+                0: replace(WAITS, waits_for=(1, 2)),
+                1: replace(WAITS, waits_for=(2,)),
+                2: replace(WAITS, waits_for=(0, 1), lost=True),
+            },
+            "Look first at rank 2: late",
+        ),
     ],
 )
 def test_whom_to_look_at_first(trails: dict[int, Trail], expected: str) -> None:

@@ -180,6 +180,8 @@ def test_stopped_rank_that_goes_on_too_late(cluster: Cluster, tmp_path: Path, tr
     assert first.startswith(("PeerLostError: ", "PeerTimeoutError: ")), text
     assert f"rank {BAD} waited for" in first
     assert any(line.startswith("  rank 0: step ") and "PeerTimeoutError" in line for line in rest), text
+    if first.startswith("PeerLostError"):
+        assert rest[-1] == f"Look first at rank {BAD}: late, the others had given up by then.", text
 
 
 RAISED = [

@@ -99,15 +99,23 @@ def suspect(trails: Mapping[int, Trail], ranks: Sequence[int]) -> str:
     waited_for = {rank for trail in trails.values() for rank in trail.waits_for}
     silent = [rank for rank in ranks if rank not in trails]
     silent = [rank for rank in silent if rank in waited_for] or silent
+    lost = any(trail.lost for trail in trails.values())
     if not silent:
-        return ""
-    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent}"
-    if any(trail.lost for trail in trails.values()):
+        # Who found that others have ended came after those who waited until the limit: they waited for it.
+        gave_up = {rank for rank, trail in trails.items() if trail.waits_for and not trail.lost}
+        late = sorted({peer for rank in gave_up for peer in trails[rank].waits_for} - gave_up)
+        return f"Look first at {_ranks(late)}: late, the others had given up by then." if lost and late else ""
+    who = _ranks(silent)
+    if lost:
         return (
             f"Look first at {who}: ended without a word. Either it was killed (the kernel's log tells of a lack of "
             "memory), or its program came to its end before those of the others."
         )
     return f"Look first at {who}: stopped, stuck, busy with something else, or not to be reached."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def first_difference(trails: Mapping[int, Trail]) -> str:
