@@ -126,7 +126,8 @@ def _step(model: dict[str, Any]) -> int:
 
 
 def _stage(zero: _Zero) -> int:
-    found = zero.optimizers[0]["zero_stage"]
+    # The optimizer that DeepSpeed takes for bfloat16 with float32 gradients divides as stage 1, and does not say so.
+    found = zero.optimizers[0].get("zero_stage", 1)
     stage = found.args[0] if isinstance(found, Made) else found  # an enum's record has its number as argument
     counts = zero.optimizers[0]["partition_count"]
     expected = max(counts) if isinstance(counts, list) else counts
@@ -248,14 +249,17 @@ def _add_shared(zero: _Zero, source: Source) -> None:
 
 
 def _add_rest(zero: _Zero, source: Source) -> None:
-    """What only the model has: in stage 1, frozen parameters are told nowhere else. In stage 3 it has no values."""
+    """What only the model has: all of it in stage 0, frozen parameters in stage 1. In stage 3 it has no values."""
     lost = []
+    seen: dict[StoredTensor, str] = {}
     for name, value in _mapping(zero.models[0].get("module") or {}, "module").items():
         if name in source.tensors or name in source.aliases or not isinstance(value, StoredTensor):
             continue
-        if len(zero.models) == 1:
-            source.tensors[name] = value
-        else:
+        if len(zero.models) > 1:
             lost.append(name)
+        elif seen.setdefault(value, name) != name:
+            source.aliases[name] = seen[value]
+        else:
+            source.tensors[name] = value
     if lost:
         source.notes.append(f"the checkpoint has no values of {', '.join(sorted(lost)[:5])} ({len(lost)} names)")
