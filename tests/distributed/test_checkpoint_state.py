@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from cluster import Cluster
 from fullshard import FSDPModule, FullyShardedDataParallel, full_parameters, full_tensor, fully_shard
@@ -284,12 +285,12 @@ def test_replicas_share_the_writing_of_large_pieces(cluster: Cluster) -> None:
 
 
 class Fails(nn.Module):
-    """Raises in forward when told to; calls a function in forward when it has one."""
+    """Calls a function in the middle of forward when it has one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 2)
+        self.second = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
         self.inside: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -301,6 +302,10 @@ class Fails(nn.Module):
 
 def _no_backward(_gradient: torch.Tensor) -> None:
     raise KeyError("backward failed")
+
+
+def _fail_behind(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(_no_backward)
 
 
 def _shards(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -315,15 +320,17 @@ def check_shown(rank: int) -> None:
     before = _shards(model)
     x = torch.ones(2, 3)
     model(x)
-    model.unshard()
-    model.first.unshard()
     assert_equal(_shards(model), before)
     model.first.reshard()
-    output = model(x)
-    output.register_hook(_no_backward)
-    with pytest.raises(KeyError, match="backward failed"):
-        output.sum().backward()
+    model.first.unshard()
+    assert not isinstance(model.first.weight, DTensor)
     assert_equal(_shards(model), before)
+    handle = model.second[0].register_forward_hook(_fail_behind)
+    with pytest.raises(KeyError, match="backward failed"):
+        model(x).sum().backward()
+    assert not isinstance(model.second[0].weight, DTensor)
+    assert_equal(_shards(model), before)
+    handle.remove()
     with full_parameters(model), pytest.raises(MisuseError, match="inside full_parameters"):
         collect({"model": model})
     model.inside = lambda: collect({"model": model})
@@ -441,6 +448,7 @@ def check_not_strict(rank: int, saved: tuple[Stored, Any]) -> None:
     del model.scale
     sharded(model)
     optimizer = adam(model)
+    optimizer.state[model.extra] = {"step": torch.tensor(5.0), "exp_avg": torch.ones_like(model.extra)}
     with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: model/extra, optimizer/model/extra"):
         load(stored, {"model": model, "optimizer": optimizer})
     with pytest.raises(CheckpointMismatchError, match="not in the checkpoint: optimizer/model/extra"):
@@ -450,6 +458,7 @@ def check_not_strict(rank: int, saved: tuple[Stored, Any]) -> None:
     assert done.unexpected == ("model/scale", "optimizer/model/scale")
     got = contents(model, optimizer)
     assert torch.equal(got["parameters"].pop("extra"), torch.ones(2))
+    assert_equal(got["state"].pop("extra"), {"step": torch.tensor(5.0), "exp_avg": torch.ones(2)})  # left as it was
     want = {name: dict(values) if isinstance(values, dict) else values for name, values in want.items()}
     want["parameters"].pop("scale")
     want["state"].pop("scale")
@@ -565,6 +574,26 @@ def check_resumes(rank: int, name: str) -> None:
 def test_every_optimizer_goes_on_exactly(cluster: Cluster, name: str) -> None:
     """B104: bit-equal continuation."""
     cluster.run(check_resumes, name)
+
+
+def check_in_backward(rank: int) -> None:
+    def job(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = sharded(build(Wide, seed))
+        return model, flat_optim.flat(torch.optim.AdamW, model, in_backward=True)
+
+    model, optimizer = job(0)
+    train(model, optimizer, 2)
+    stored = save({"model": model, "optimizer": optimizer})
+    train(model, optimizer, 2)
+    again, resumed = job(1)
+    train(again, resumed)
+    load(stored, {"model": again, "optimizer": resumed})
+    train(again, resumed, 2)
+    assert_equal(contents(again, resumed), contents(model, optimizer))
+
+
+def test_an_optimizer_in_backward_goes_on_exactly(cluster: Cluster) -> None:
+    cluster.run(check_in_backward)
 
 
 class KeepsFloats(torch.optim.Optimizer):
@@ -692,6 +721,14 @@ class Reader:
         self.position, self.seen = state["position"], state["seen"]
 
 
+class Draws(Reader):
+    """Draws a number when it is loaded."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        _draw()
+
+
 class DividedReader(Reader):
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:  # noqa: ARG002
         self.position = sum(state["position"] for state in states)
@@ -709,8 +746,8 @@ def _draw() -> list[float]:
 def save_ranks(rank: int) -> tuple[Stored, list[float]]:
     torch.manual_seed(rank)
     _draw()
-    stored = save({"random": RandomState(), "reader": per_rank(Reader(rank + 2)), "note": per_rank({"rank": rank})})
-    return stored, _draw()
+    state = {"random": RandomState(), "reader": per_rank(Reader(rank + 2)), "note": per_rank({"rank": rank})}
+    return save({**state, "drawing": Reader(1)}), _draw()
 
 
 def load_ranks(rank: int, stored: Stored) -> tuple[list[float], int]:
@@ -724,7 +761,7 @@ def load_ranks(rank: int, stored: Stored) -> tuple[list[float], int]:
         with pytest.raises(CheckpointMismatchError, match="reader was saved by each of 2 ranks, and cannot be divided"):
             load(stored, state)
         done = load(stored, state, strict={"reader": False, "note": False})
-        assert done.skipped == ("reader", "note")
+        assert done.skipped == ("reader", "note", "drawing")
         divided = DividedReader(0)
         load(stored, {"reader": per_rank(divided)})
         assert (divided.position, divided.seen.tolist()) == (5, [0, 1, 0, 1, 2])
@@ -732,7 +769,7 @@ def load_ranks(rank: int, stored: Stored) -> tuple[list[float], int]:
         CheckpointMismatchError, match="reader is loaded once for all ranks, but was saved by each rank"
     ):
         load(stored, {"reader": reader})
-    load(stored, {"random": RandomState()})
+    load(stored, {"random": RandomState(), "drawing": Draws(0)})
     return _draw(), reader.position
 
 
@@ -742,10 +779,10 @@ def test_each_rank_gets_its_own_values_back(cluster: Cluster) -> None:
     same = cluster.run(load_ranks, stored)
     assert [numbers for numbers, _ in same] == [numbers for _, numbers in saved]
     assert [position for _, position in same] == [2, 3]
-    more = cluster.run(load_ranks, stored, world_size=3)
+    more = cluster.run(load_ranks, stored, world_size=4)
     assert [numbers for numbers, _ in more[:2]] == [numbers for _, numbers in saved]
-    assert more[2] == cluster.run(load_ranks, stored, world_size=3)[2]
-    assert more[2][0] not in [numbers for numbers, _ in more[:2]]
+    assert more == cluster.run(load_ranks, stored, world_size=4)
+    assert len({tuple(numbers) for numbers, _ in more}) == 4
 
 
 # -- objects and values with sharded tensors ---------------------------------------------------------------------------
@@ -801,6 +838,7 @@ def check_refused(rank: int) -> None:
         ("uneven", uneven, r"'model/uneven' of shape \(4,\).*torch.chunk"),
         ("sparse", torch.eye(3).to_sparse(), r"'model/sparse' is a tensor of layout"),
         ("complex", torch.ones(2, dtype=torch.complex128), "complex128 cannot be written"),
+        ("twice", TwoTensor(torch.ones(2), torch.ones(2)), "'model/twice' is a TwoTensor, whose rows cannot be"),
     ):
         model.register_buffer(name, value)
         with pytest.raises(ValueError, match=text):

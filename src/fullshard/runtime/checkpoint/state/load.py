@@ -215,13 +215,20 @@ class _Loader:
         elif isinstance(value, PerRank):
             self._own(key, value.object, strict)
         elif self._is(key, kind, "object", "value"):
-            like = _placed(key, value) if key in self._by_key else None
+            # Only then: to be asked for its state before it is loaded may cost an object much.
+            like = _placed(key, value) if self._is_divided(key) else None
             self._take(key, value, plan.decode(found.get("value"), key, like))
 
     def _is(self, key: str, kind: Any, *expected: str) -> bool:
         if kind not in expected:
             self.plan.problems.append(f"{key} was saved as {kind}, and cannot be loaded as {expected[0]}")
         return kind in expected
+
+    def _is_divided(self, key: str) -> bool:
+        """Whether it was saved with sharded tensors."""
+        manifest = self.plan.manifest
+        divisions = (manifest.division_of(manifest.resolve(name)) for name in self._by_key.get(key, ()))
+        return any(division.splits or len(division.ranks) > 1 for division in divisions)
 
     def _take(self, key: str, value: Any, made: Any) -> None:
         if has_state(value):
@@ -277,12 +284,14 @@ class _Loader:
 
     def _random(self, key: str, value: RandomState) -> None:
         plan = self.plan
-        if plan.rank < len(plan.manifest.rank_state):
-            made = self._saved_by(key, plan.rank)
-            plan.finishers.append(lambda: value.load_state_dict(made))
+        is_new = plan.rank >= len(plan.manifest.rank_state)
+        made = self._saved_by(key, 0 if is_new else plan.rank)
+        if not (isinstance(made, dict) and {"cpu", "python"} <= made.keys()):
+            plan.problems.append(f"{key} is not the state of random generators in the checkpoint")
+        elif is_new:
+            plan.finishers.append(lambda: value.seed_from(made, plan.rank))
         else:
-            first = self._saved_by(key, 0)
-            plan.finishers.append(lambda: value.seed_from(first, plan.rank))
+            plan.finishers.append(lambda: value.load_state_dict(made))
 
     def _own(self, key: str, value: Any, strict: bool) -> None:
         plan = self.plan

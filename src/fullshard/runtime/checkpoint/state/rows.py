@@ -151,7 +151,7 @@ class Rows:
         shape, way = tuple(tensor.shape), self._way(tensor.device_mesh, tuple(tensor.placements), name)
         box, shared = way.box(shape, way.splits), way.shared(shape, itemsize)
         splits = way.splits + shared
-        ranks = tuple(int(rank) for rank in way.mesh.mesh.flatten().tolist())
+        ranks = tuple(way.mesh.mesh.flatten().tolist())
         division = Division(way.sizes, ranks, splits)
         division = self._divisions.setdefault(division, division)
         split = {axis for _, axis in splits}
