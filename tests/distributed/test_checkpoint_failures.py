@@ -59,10 +59,17 @@ def join(rank: int, folder: Path, name: str) -> dist.Store:
     return store
 
 
-def try_saving(root: Path, job: Job, step: int, **more: Any) -> str:
+def save_in_background(root: Path, state: dict[str, Any], step: int) -> None:
+    checkpoint.async_save(root, state, step).result()
+
+
+SAVES: dict[str, Callable[..., Any]] = {"save": checkpoint.save, "async_save": save_in_background}
+
+
+def try_saving(root: Path, job: Job, step: int, save: str = "save", **more: Any) -> str:
     """The error of a save, or ""."""
     try:
-        checkpoint.save(root, state_of(job, **more), step)
+        SAVES[save](root, state_of(job, **more), step)
     except (FullshardError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -101,12 +108,14 @@ class Plan:
         bad: The rank.
         where: Key of `PLACES`.
         number: Of the signal that it gets.
+        save: Which function saves.
     """
 
     folder: Path
     bad: int
     where: str
     number: int
+    save: str = "save"
 
 
 def at_second_write(act: Callable[[], None]) -> None:
@@ -169,7 +178,7 @@ def save_twice(rank: int, plan: Plan) -> str:
     dist.barrier()
     if rank == plan.bad:
         PLACES[plan.where](lambda: os.kill(os.getpid(), plan.number))
-    text = try_saving(root, make_job(rank, 2), 2)
+    text = try_saving(root, make_job(rank, 2), 2, plan.save)
     if plan.number == signal.SIGSTOP and rank != plan.bad:
         os.kill(int(store.get(f"process {plan.bad}")), signal.SIGCONT)
     return text
@@ -180,18 +189,18 @@ def check_signal(rank: int, plan: Plan) -> tuple[Ended, Ended]:
 
 
 @pytest.mark.parametrize(
-    ("bad", "where", "step"),
+    ("save", "bad", "where", "step"),
     [
-        (1, "at_second_write", 1),
-        (0, "at_second_write", 1),
-        (0, "before_manifest", 1),
-        (0, "before_rename", 1),
-        (0, "after_rename", 2),
+        ("save", 1, "at_second_write", 1),
+        ("async_save", 0, "at_second_write", 1),
+        ("save", 0, "before_manifest", 1),
+        ("async_save", 0, "before_rename", 1),
+        ("save", 0, "after_rename", 2),
     ],
 )
-def test_rank_killed_in_a_save(cluster: Cluster, tmp_path: Path, bad: int, where: str, step: int) -> None:
+def test_rank_killed_in_a_save(cluster: Cluster, tmp_path: Path, save: str, bad: int, where: str, step: int) -> None:
     """B108."""
-    ended = cluster.run(check_signal, Plan(tmp_path, bad, where, signal.SIGKILL), init_group=False)
+    ended = cluster.run(check_signal, Plan(tmp_path, bad, where, signal.SIGKILL, save), init_group=False)
     (killed, _), (survivor, _) = ended[bad], ended[1 - bad]
     assert killed.code == -signal.SIGKILL
     assert survivor.code == 0, survivor.text
