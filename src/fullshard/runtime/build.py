@@ -14,6 +14,7 @@ from fullshard.runtime.collectives import check_agreement
 from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.engine import Engine
 from fullshard.runtime.failures.debug import wants_debug
+from fullshard.runtime.failures.postmortem import explained_between
 from fullshard.runtime.params.describe import Found, PlacementFn, find_parameters, module_names, own_part
 from fullshard.runtime.params.ignored import IgnoredGradients, warn_of_own_gradients
 from fullshard.runtime.params.origin import Origin, checksums, warn_of_other_origins
@@ -262,7 +263,10 @@ def _check_same_everywhere(units: list[Unit], names: list[str]) -> set[int]:
                         (n, m.origin.checksum_if_untouched(m.sharded)) for n, m in members.items() if m.origin
                     )
                     unfilled.update(n for n, m in members.items() if _is_unfilled(m))
-    remarks = {key: check_agreement(lines[key], group, known[key]) for key, group in groups.items()}
+    remarks = {}
+    for key, group in groups.items():
+        with explained_between(key, "its first forward, comparison of the model"):
+            remarks[key] = check_agreement(lines[key], group, known[key])
     for key, remark in remarks.items():
         warn_of_other_origins(list(key), [origins for origins, _ in remark])
     empty = {name for remark in remarks.values() for _, unfilled in remark for name in unfilled}

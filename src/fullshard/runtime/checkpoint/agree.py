@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fullshard import errors
-from fullshard.errors import CheckpointError, CommunicationError
+from fullshard.errors import CheckpointError
 from fullshard.runtime.collectives import Call, Messages, limit_of, messages_of
-from fullshard.runtime.failures.postmortem import explain_between
+from fullshard.runtime.failures.postmortem import explained_between
 
 T = TypeVar("T")
 
@@ -83,11 +83,9 @@ class Ranks:
         """
         if self.messages is None:
             return [value]
-        try:
-            return self.messages.exchange(value, Call(f"{what} of a checkpoint", "", 0), self.limit)
-        except CommunicationError as error:
-            explain_between(error, self.members, f"{what} of a checkpoint")
-            raise
+        what = f"{what} of a checkpoint"
+        with explained_between(self.members, what):
+            return self.messages.exchange(value, Call(what, "", 0), self.limit)
 
     def on_all(self, action: Callable[[], T], what: str) -> list[T]:
         """Run `action` on every rank. All get all results, or raise the error of the first rank that has one."""

@@ -164,10 +164,15 @@ def explained(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         raise
 
 
-def explain_between(error: CommunicationError, ranks: Sequence[int], doing: str) -> None:
-    """Add to `error`, of an exchange that belongs to no engine, what each of `ranks` was doing. Never raises."""
-    with suppress(Exception):
-        _add_words(error, doing, (), ranks)
+@contextmanager
+def explained_between(ranks: Sequence[int], doing: str) -> Iterator[None]:
+    """Inside, a failure of communication that belongs to no engine gets told what each of `ranks` was doing."""
+    try:
+        yield
+    except CommunicationError as error:
+        with suppress(Exception):
+            _add_words(error, doing, (), ranks)
+        raise
 
 
 def _add_words(error: CommunicationError, last: str, told: tuple[Told, ...], ranks: Sequence[int]) -> None:
