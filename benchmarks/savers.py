@@ -244,8 +244,8 @@ def make_disk(rank: int, nbytes: int) -> Handler:
 def make_trainer(rank: int, engine: str, nbytes: int) -> Handler:
     """A rank that trains, and saves and loads when asked: {"saver": "dcp", "verb": "save", "path": ...}.
 
-    Replies have `seconds` and `fingerprint`: the sum of the bits of this rank's part of the state as it was saved, or as
-    it is loaded. Those of "async" are another, see `_save_meanwhile`.
+    Replies have `seconds` and `fingerprint`: the sum of the bits of this rank's part of the state as it was saved, or
+    as it is loaded. Those of "async" are others, see `_save_meanwhile`.
     """
     training = Training(engine, workload_of(nbytes, dist.get_world_size()), rank)
     training.step()  # makes the optimizer's state

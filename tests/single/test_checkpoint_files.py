@@ -19,6 +19,7 @@ from fullshard.core.ckpt.boxes import Box, Division
 from fullshard.core.ckpt.manifest import Manifest, TensorEntry, file_name
 from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.runtime.checkpoint.files import folder as folder_module
+from fullshard.runtime.checkpoint.files import reading as reading_module
 from fullshard.runtime.checkpoint.files.checks import BLOCK_BYTES
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint, manifest_bytes
 from fullshard.runtime.checkpoint.files.memory import dtype_name, torch_dtype
@@ -82,7 +83,8 @@ def test_whole_tensors_are_those_that_were_written(tmp_path: Path) -> None:
 def test_any_box_of_any_division_is_read(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    """Also in portions smaller than a row."""
+    """Also in portions smaller than a row, and past the cache of the system."""
+    monkeypatch.setattr(reading_module, "_DIRECT_BYTES", 1)
     monkeypatch.setattr(folder_module, "PORTION_BYTES", data.draw(st.sampled_from([8, 24, 100, 1 << 20])))
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     dims = data.draw(st.lists(st.integers(0, len(shape) - 1), max_size=2))
@@ -93,6 +95,8 @@ def test_any_box_of_any_division_is_read(
     path = write(tmp_path_factory.mktemp("c") / "c", {"t": (tensor, division)}, ranks=4)
     out = torch.full(box.sizes, -1.0, dtype=data.draw(st.sampled_from([torch.float64, torch.float32])))
     with Checkpoint(path) as checkpoint:
+        if data.draw(st.booleans()):
+            checkpoint.bypass_cache()
         checkpoint.read("t", box, out)
     assert torch.equal(out, tensor[box.within(Box.whole(shape))].to(out.dtype))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fullshard.core.ckpt.manifest import DTYPE_BYTES, Manifest
 from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
@@ -61,6 +62,8 @@ def load_state(ranks: Ranks, path: Path, state: Mapping[str, Any], strict: Stric
         refuse_unexpected(refused)
         by_all = set(unexpected[0]).intersection(*unexpected[1:])
         checkpoint, wanted = found[0]
+        if not _reads_overlap(checkpoint.manifest, wanted, ranks.size):
+            checkpoint.bypass_cache()
         ranks.on_all(lambda: _read(checkpoint, wanted), "read")
         ranks.on_all(wanted.finish, "finish")
     manifest = checkpoint.manifest
@@ -77,6 +80,14 @@ def _find(path: Path) -> Path:
         what = "there is no such folder" if not path.exists() else f"it has no {MANIFEST_FILE}, and no step-N in it has"
         raise CheckpointError(f"no complete checkpoint in {path}: {what}")
     return found
+
+
+def _reads_overlap(manifest: Manifest, wanted: Targets, world_size: int) -> bool:
+    """Whether several ranks read the same bytes, as replicas do: the second on a host finds them in the cache."""
+    wanted_bytes = sum(
+        box.numel * DTYPE_BYTES[manifest.tensors[manifest.resolve(n)].dtype] for n, box, _ in wanted.reads
+    )
+    return wanted_bytes * world_size > 1.5 * sum(entry.nbytes for entry in manifest.tensors.values())
 
 
 @torch.no_grad()

@@ -70,6 +70,7 @@ class Checkpoint:
         self.path = path
         self.manifest = read_manifest(path)
         self._verify = verify
+        self._direct = False
         self._buffer = Buffer()
         self._files: OrderedDict[int, TensorFile] = OrderedDict()  # the latest ones; there may be thousands
 
@@ -83,6 +84,11 @@ class Checkpoint:
         """Close the files."""
         while self._files:
             self._files.popitem()[1].close()
+
+    def bypass_cache(self) -> None:
+        """What is read from now on is read once: filling the cache of the system with it takes time and memory."""
+        self.close()
+        self._direct = True
 
     def entry(self, name: str) -> TensorEntry:
         """Shape and dtype of a tensor, by any of its names."""
@@ -145,7 +151,9 @@ class Checkpoint:
         if file is None:
             while len(self._files) >= _OPEN_FILES:
                 self._files.popitem(last=False)[1].close()
-            file = TensorFile(self.path / file_name(rank), self.manifest.files[rank], self._buffer, self._verify)
+            file = TensorFile(
+                self.path / file_name(rank), self.manifest.files[rank], self._buffer, self._verify, self._direct
+            )
         self._files[rank] = file
         return file
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.core.ckpt.manifest import FileEntry, ManifestError
+from fullshard.core.ckpt.manifest import DTYPE_BYTES, FileEntry, ManifestError
 from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.runtime.checkpoint.files.checks import (
     BLOCK_BYTES,
@@ -20,12 +20,14 @@ from fullshard.runtime.checkpoint.files.checks import (
     read_table,
     seal_of,
 )
-from fullshard.runtime.checkpoint.files.header import header_bytes, parse
+from fullshard.runtime.checkpoint.files.header import PAGE_BYTES, Span, header_bytes, parse
 from fullshard.runtime.checkpoint.files.memory import Pages
 
 # The most bytes of an entry that are asked for at once. With the blocks that they begin and end in they fit the buffer.
 PORTION_BYTES = 8 << 20
-_BUFFER_BYTES = PORTION_BYTES + 2 * BLOCK_BYTES
+_BUFFER_BYTES = PORTION_BYTES + 2 * BLOCK_BYTES + 2 * PAGE_BYTES
+_DIRECT_BYTES = 1 << 20  # smaller reads are better served by the system, which reads ahead
+_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 
 
 class Buffer(Pages):
@@ -43,6 +45,7 @@ class TensorFile:
         expected: What the manifest says of it; None for a file from elsewhere, which has no checksums.
         buffer: What is read goes through it.
         verify: Compare with the checksums what is read.
+        direct: Read tensors past the cache of the system, where the file system can.
 
     Attributes:
         spans: Tensors in the file, by name, in its order.
@@ -51,7 +54,9 @@ class TensorFile:
         CheckpointDamagedError: The file is missing, or is not what the manifest says.
     """
 
-    def __init__(self, path: Path, expected: FileEntry | None, buffer: Buffer, verify: bool = True) -> None:
+    def __init__(
+        self, path: Path, expected: FileEntry | None, buffer: Buffer, verify: bool = True, direct: bool = False
+    ) -> None:
         self.path = path
         self._buffer = buffer
         self._file, nbytes = open_regular(path)
@@ -62,6 +67,7 @@ class TensorFile:
             self.spans = parse(header, nbytes)
             self._sums, self._first_sum = self._checks(header, expected)
             self._sums = self._sums if verify else None
+            self._direct = _open_direct(self._file) if direct else None
         except ManifestError as error:
             os.close(self._file)
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from None
@@ -72,6 +78,8 @@ class TensorFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
+        if self._direct is not None:
+            os.close(self._direct)
 
     def _checks(self, header: bytes, expected: FileEntry | None) -> tuple[memoryview | None, dict[str, int]]:
         """Checksums of all blocks, and for each entry the number of its first one."""
@@ -100,11 +108,23 @@ class TensorFile:
         first, last = start // BLOCK_BYTES, block_count(stop)
         begin = first * BLOCK_BYTES if self._sums is not None else start
         end = min(last * BLOCK_BYTES, span.nbytes) if self._sums is not None else stop
-        view = self._buffer.view[: end - begin]
-        self._read(view, span.start + begin)
+        place = self._fetch(span, begin, end)
         if self._sums is not None:
-            self._verify(name, view, first)
-        return self._buffer.tensor[start - begin : stop - begin]
+            self._verify(name, self._buffer.view[place : place + end - begin], first)
+        return self._buffer.tensor[place + start - begin : place + stop - begin]
+
+    def _fetch(self, span: Span, begin: int, end: int) -> int:
+        """Read bytes [begin, end) of an entry into the buffer; returns where in it they begin."""
+        start, count = span.start + begin, end - begin
+        # Elements must lie in memory as their dtype asks for, which a file from elsewhere need not care about.
+        if self._direct is not None and count >= _DIRECT_BYTES and span.start % DTYPE_BYTES[span.dtype] == 0:
+            place = start % PAGE_BYTES
+            pages = self._buffer.view[: -(-(place + count) // PAGE_BYTES) * PAGE_BYTES]
+            with suppress(OSError):  # this file system asks for more than whole pages, or the disk fails: again below
+                if os.preadv(self._direct, [pages], start - place) >= place + count:
+                    return place
+        self._read(self._buffer.view[:count], start)
+        return 0
 
     def _verify(self, name: str, data: memoryview, first: int) -> None:
         assert self._sums is not None
@@ -148,6 +168,14 @@ def _announce(file: int) -> None:
     if hasattr(os, "posix_fadvise"):  # not on macOS
         with suppress(OSError):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def _open_direct(file: int) -> int | None:
+    """The same file past the cache of the system, or None."""
+    try:  # by its descriptor: a path could lead elsewhere by now
+        return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else None
+    except OSError:
+        return None
 
 
 def open_regular(path: Path) -> tuple[int, int]:
