@@ -124,21 +124,51 @@ def test_resharding_changes_the_files_and_nothing_else(tmp_path: Path, words: tu
         assert sizes == [100 * 101] * 4
 
 
-def test_resharding_keeps_what_each_rank_has_only_for_as_many_ranks(
+def test_resharding_keeps_what_each_rank_has_as_far_as_other_ranks_can_have_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = Source(
-        {"model/w": stored(torch.ones(4)), "rng@0/cpu": stored(torch.ones(2)), "rng@1/cpu": stored(torch.zeros(2))}
-    )
+    numbers = {"model/w": torch.ones(4), "rng@0/cpu": torch.ones(2), "rng@1/cpu": torch.zeros(2)}
+    source = Source({name: stored(tensor) for name, tensor in {**numbers, "loader@1/at": torch.ones(1)}.items()})
     source.values = {"model": MODULE}
-    rank_state = ({"rng": {"kind": "random"}}, {"rng": {"kind": "random", "other": 1}})
+    random, loader = {"kind": "random", "value": {}}, {"kind": "object", "value": 3}
+    rank_state = ({"rng": random, "loader": loader}, {"rng": {**random, "other": 1}, "loader": loader})
     path = write_own(source, Target(tmp_path / "own", 1, False, Layout(1, 2)), rank_state)
     run("reshard", path, tmp_path / "two", "--mesh", "2x1")
     assert read_manifest(tmp_path / "two" / "step-1").rank_state == rank_state
-    assert same(contents(tmp_path / "two" / "step-1")["rng@1/cpu"], torch.zeros(2))
+    assert contents(tmp_path / "two" / "step-1").keys() == source.tensors.keys()
+    assert "note" not in capsys.readouterr().out
     run("reshard", path, tmp_path / "three", "--ranks", 3)
-    assert contents(tmp_path / "three" / "step-1").keys() == {"model/w"}
-    assert "rng: what each rank has for itself is left out" in capsys.readouterr().out
+    assert read_manifest(tmp_path / "three" / "step-1").rank_state == (
+        {"rng": random},
+        {"rng": rank_state[1]["rng"]},
+        {},
+    )
+    assert contents(tmp_path / "three" / "step-1").keys() == numbers.keys()
+    assert "note: loader: what each rank has for itself is left out" in capsys.readouterr().out
+    run("reshard", path, tmp_path / "one", "--ranks", 1)
+    assert read_manifest(tmp_path / "one" / "step-1").rank_state == ({"rng": random},)
+    assert contents(tmp_path / "one" / "step-1").keys() == {"model/w", "rng@0/cpu"}
+
+
+def _random_after_loading(rank: int, paths: list[str]) -> list[torch.Tensor]:
+    found = []
+    for path in paths:
+        torch.manual_seed(rank)
+        checkpoint.load(path, {"rng": checkpoint.RandomState()})
+        found.append(torch.rand(3))
+    return found
+
+
+def test_random_generators_are_the_same_after_resharding(tmp_path: Path, cluster: Cluster) -> None:
+    """Two ranks load what one has saved: themselves, or after it was made one of two ranks."""
+    torch.manual_seed(3)
+    checkpoint.save(tmp_path / "one", {"rng": checkpoint.RandomState(), "w": torch.ones(4)}, step=1)
+    run("reshard", tmp_path / "one", tmp_path / "two", "--ranks", 2)
+    found = cluster.run(_random_after_loading, [str(tmp_path / "one"), str(tmp_path / "two")], world_size=2)
+    assert all(same(first, second) for first, second in found)
+    assert not same(found[0][0], found[1][0])
+    torch.manual_seed(3)
+    assert same(found[0][0], torch.rand(3))
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:

@@ -109,21 +109,35 @@ def reshard(checkpoint: Path, root: Path, layout: Layout, overwrite: bool) -> tu
     with Checkpoint(checkpoint) as opened:
         manifest = opened.manifest
         source = own_source(opened)
-        rank_state = manifest.rank_state
-        notes = []
+        rank_state, notes = manifest.rank_state, []
         if layout.world_size != manifest.world_size:
-            own = [name for name in source.tensors if rank_of(name) is not None]
-            for name in own:
-                del source.tensors[name]
-            keys = sorted({key for values in rank_state for key in values})
-            rank_state = ()
-            if keys:
+            rank_state, lost = _of_other_ranks(rank_state, layout.world_size)
+            for name in list(source.tensors):
+                rank, key = rank_of(name), name.partition("/")[0].rpartition("@")[0]
+                if rank is not None and (rank >= layout.world_size or key in lost):
+                    del source.tensors[name]
+            if lost:
                 notes.append(
-                    f"{', '.join(keys)}: what each rank has for itself is left out, since there are "
+                    f"{', '.join(lost)}: what each rank has for itself is left out, since there are "
                     f"{layout.world_size} ranks instead of {manifest.world_size}"
                 )
         target = Target(root, manifest.step, overwrite, layout)
         return write_own(source, target, rank_state), notes
+
+
+def _of_other_ranks(
+    rank_state: tuple[Mapping[str, Any], ...], world_size: int
+) -> tuple[tuple[Mapping[str, Any], ...], list[str]]:
+    """(what another number of ranks has for itself, keys that it cannot have).
+
+    Random generators: a rank that there was before has its own, and loading seeds the others, as it would from the
+    checkpoint itself. Anything else, such as the place of a data loader, is not divided by cutting a list.
+    """
+    found = [(key, value) for values in rank_state for key, value in values.items()]
+    lost = sorted({key for key, value in found if not isinstance(value, dict) or value.get("kind") != "random"})
+    kept = [{key: value for key, value in values.items() if key not in lost} for values in rank_state[:world_size]]
+    kept += [{}] * (world_size - len(kept))
+    return (tuple(kept) if any(kept) else ()), lost
 
 
 def export(checkpoint: Path, out: Path, to: str, wish: Wish) -> list[str]:

@@ -283,8 +283,9 @@ class _Loader:
         return self.plan.decode(value, key)
 
     def _random(self, key: str, value: RandomState) -> None:
-        plan = self.plan
-        is_new = plan.rank >= len(plan.manifest.rank_state)
+        plan, saved = self.plan, self.plan.manifest.rank_state
+        # A rank that was not there when it was saved, also if `fullshard ckpt reshard` has made a place for it.
+        is_new = plan.rank >= len(saved) or key not in saved[plan.rank]
         made = self._saved_by(key, 0 if is_new else plan.rank)
         if not (isinstance(made, dict) and {"cpu", "python"} <= made.keys()):
             plan.problems.append(f"{key} is not the state of random generators in the checkpoint")
