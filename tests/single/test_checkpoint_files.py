@@ -92,7 +92,8 @@ def test_any_box_of_any_division_is_read(
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     box = Box(offsets, tuple(data.draw(st.integers(1, size - a)) for size, a in zip(shape, offsets, strict=True)))
     tensor = torch.arange(prod(shape)).view(shape).double()
-    path = write(tmp_path_factory.mktemp("c") / "c", {"t": (tensor, division)}, ranks=4)
+    first = (torch.randn(8).double(), Division((4,), (0, 1, 2, 3), ((0, 0),)))  # so that the other begins within a page
+    path = write(tmp_path_factory.mktemp("c") / "c", {"first": first, "t": (tensor, division)}, ranks=4)
     out = torch.full(box.sizes, -1.0, dtype=data.draw(st.sampled_from([torch.float64, torch.float32])))
     with Checkpoint(path) as checkpoint:
         if data.draw(st.booleans()):
