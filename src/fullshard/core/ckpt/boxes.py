@@ -180,9 +180,12 @@ class Division:
 
 
 def _remembered(known: dict[_Key, _Answer], key: _Key, find: Callable[..., Any]) -> _Answer:
-    """`find(*key)`, from `known` if it has been asked before."""
-    if key not in known:
-        if len(known) >= _MOST_REMEMBERED:
-            known.clear()
-        known[key] = find(*key)
-    return known[key]
+    """`find(*key)`, from `known` if it has been asked before. Threads may ask at once."""
+    try:
+        return known[key]
+    except KeyError:
+        answer: _Answer = find(*key)
+    if len(known) >= _MOST_REMEMBERED:
+        known.clear()
+    known[key] = answer
+    return answer

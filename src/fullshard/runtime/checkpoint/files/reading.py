@@ -26,7 +26,7 @@ from fullshard.runtime.checkpoint.files.memory import Pages
 # The most bytes of an entry that are asked for at once. With the blocks that they begin and end in they fit the buffer.
 PORTION_BYTES = 8 << 20
 _BUFFER_BYTES = PORTION_BYTES + 2 * BLOCK_BYTES + 2 * PAGE_BYTES
-_DIRECT_BYTES = 1 << 20  # smaller reads are better served by the system, which reads ahead
+_DIRECT_BYTES = 256 << 10  # smaller reads are better served by the system, which reads ahead
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 
 
@@ -60,7 +60,8 @@ class TensorFile:
         self.path = path
         self._buffer = buffer
         self._file, nbytes = open_regular(path)
-        _announce(self._file)
+        if not direct:
+            _announce(self._file)
         try:
             _check_size(nbytes, expected)
             header = self._bytes(0, header_bytes(self._bytes(0, min(8, nbytes)), nbytes))
