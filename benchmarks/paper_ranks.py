@@ -11,6 +11,7 @@ from typing import Any
 from _common import Spread
 from fullshard.core.ckpt.boxes import Box, Division
 from fullshard.core.ckpt.manifest import FileEntry, Manifest, TensorEntry, file_name
+from fullshard.runtime.checkpoint.collector import no_collection
 
 WORLD_SIZE = 1024
 LOADED_BY = 768  # ranks that load it, whose boxes do not coincide with those of the files
@@ -29,7 +30,8 @@ def _plan_once(tensors: int) -> dict[str, float]:
 
     def timed(what: str, act: Callable[[], Any]) -> Any:
         started = time.thread_time()
-        made = act()
+        with no_collection():  # as saving and loading do
+            made = act()
         seconds[what] = time.thread_time() - started
         return made
 

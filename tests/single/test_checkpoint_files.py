@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from fullshard.core.ckpt.boxes import Box, Division
 from fullshard.core.ckpt.manifest import Manifest, TensorEntry, file_name
 from fullshard.errors import CheckpointDamagedError, CheckpointError
+from fullshard.runtime.checkpoint.collector import no_collection
 from fullshard.runtime.checkpoint.files import folder as folder_module
 from fullshard.runtime.checkpoint.files import reading as reading_module
 from fullshard.runtime.checkpoint.files.checks import BLOCK_BYTES
@@ -187,3 +189,10 @@ def test_files_are_written_new_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No such file"):
         write_file(tmp_path / "nowhere" / "f", [])
     assert (tmp_path / "f").read_text() == "mine"
+
+
+def test_collection_comes_back_also_after_an_error() -> None:
+    with pytest.raises(KeyError), no_collection(), no_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()

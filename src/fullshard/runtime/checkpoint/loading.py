@@ -14,6 +14,7 @@ import torch
 from fullshard.core.ckpt.manifest import DTYPE_BYTES, Manifest
 from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
+from fullshard.runtime.checkpoint.collector import no_collection
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
 from fullshard.runtime.checkpoint.publish import latest
 from fullshard.runtime.checkpoint.state.load import Targets, refuse_unexpected, targets
@@ -51,6 +52,7 @@ def load_state(ranks: Ranks, path: Path, state: Mapping[str, Any], strict: Stric
     with ExitStack() as stack:
         found: list[tuple[Checkpoint, Targets]] = []
 
+        @no_collection()
         def prepare() -> tuple[tuple[str, ...], tuple[str, ...]]:
             checkpoint = stack.enter_context(Checkpoint(folder, verify))
             found.append((checkpoint, targets(state, checkpoint.manifest, ranks.rank, ranks.size, strict)))

@@ -16,6 +16,7 @@ from fullshard.core.ckpt.boxes import Division
 from fullshard.core.ckpt.manifest import FileEntry, Manifest, TensorEntry, file_name
 from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
+from fullshard.runtime.checkpoint.collector import no_collection
 from fullshard.runtime.checkpoint.describing import Description, agree, describe
 from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
 from fullshard.runtime.checkpoint.publish import Draft, prune
@@ -78,6 +79,7 @@ class Save:
     ) -> None:
         described: list[Description] = []
 
+        @no_collection()
         def describe_own() -> bytes:
             described.append(describe(state, ranks))
             return described[0].digest()
@@ -142,6 +144,7 @@ class Save:
                 prune(self._where.root, self._where.keep)
         return path
 
+    @no_collection()
     def _manifest(self, reports: list[_Report]) -> Manifest:
         shared = self._shared
         divisions = list(shared.divisions)

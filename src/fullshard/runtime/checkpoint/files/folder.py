@@ -14,6 +14,7 @@ import torch
 from fullshard.core.ckpt.boxes import Box
 from fullshard.core.ckpt.manifest import DTYPE_BYTES, Manifest, ManifestError, TensorEntry, file_name
 from fullshard.errors import CheckpointDamagedError, CheckpointError
+from fullshard.runtime.checkpoint.collector import no_collection
 from fullshard.runtime.checkpoint.files.checks import checksum
 from fullshard.runtime.checkpoint.files.memory import torch_dtype
 from fullshard.runtime.checkpoint.files.reading import PORTION_BYTES, Buffer, TensorFile, open_regular
@@ -25,12 +26,14 @@ _TRAILER = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\n')
 _TRAILER_BYTES = len(', "checksum": "0123456789abcdef"}\n')
 
 
+@no_collection()
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The content of a manifest's file: JSON whose last member is a checksum of what stands before it."""
     body = manifest.to_text().encode()[:-1]
     return body + f', "checksum": "{checksum(body):016x}"}}\n'.encode()
 
 
+@no_collection()
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint that may come from anyone.
 
