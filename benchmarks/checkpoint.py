@@ -148,7 +148,7 @@ class Runner:
                 raise RuntimeError(f"{name} loaded other values than were saved")
             self._saved[path] = print_of
         if verb == "async":
-            del self._saved[path]  # it has gone on training since
+            self._saved.pop(path, None)  # it has gone on training since
             return {"stall": slowest["stall_seconds"], "lost": slowest["lost_seconds"], "async": slowest}
         return {verb: slowest["seconds"]}
 

@@ -192,7 +192,11 @@ def test_files_are_written_new_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_collection_comes_back_also_after_an_error() -> None:
-    with pytest.raises(KeyError), no_collection(), no_collection():
+    @no_collection()
+    def fail() -> None:
         assert not gc.isenabled()
         raise KeyError
+
+    with pytest.raises(KeyError), no_collection():
+        fail()
     assert gc.isenabled()
