@@ -78,6 +78,7 @@ class Death:
 
 
 def run_rank(arguments: list[str], kills: int, seed: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's handler, which a program started anew does not have
     incarnation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if incarnation < kills:
         death = Death(seed, incarnation, int(os.environ["WORLD_SIZE"]))

@@ -377,6 +377,8 @@ def test_units() -> None:
 def test_signals_are_noted_not_obeyed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with listening(launched=False) as stop:
+        assert signal.getsignal(signal.SIGTERM) is before  # nothing to lose yet
+        stop.listen()
         stop.begin()
         assert stop.pending() == 0
         os.kill(os.getpid(), signal.SIGTERM)
@@ -387,7 +389,8 @@ def test_signals_are_noted_not_obeyed() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
 def test_signal_before_training_ends_at_once(number: signal.Signals, code: int) -> None:
-    with pytest.raises(EarlyStopError, match=f"{number.name} before training started") as caught, listening(False):
+    with pytest.raises(EarlyStopError, match=f"{number.name} before training started") as caught, listening(False) as stop:
+        stop.listen()
         os.kill(os.getpid(), number)
     assert caught.value.exit_code == code
 
@@ -395,6 +398,7 @@ def test_signal_before_training_ends_at_once(number: signal.Signals, code: int) 
 def test_second_ctrl_c_ends_at_once() -> None:
     """The system's own action, which works inside a collective too; SIGTERM: what the launcher then sends."""
     with listening(launched=True) as stop:
+        stop.listen()
         stop.begin()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.pending() == signal.SIGINT

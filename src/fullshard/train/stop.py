@@ -1,7 +1,8 @@
 """Requests to stop: SIGTERM (the scheduler wants the machine), SIGINT (Ctrl-C), or the launcher is gone. And to save.
 
-Before the first step there is nothing to save: a signal ends the rank at once, by an exception. From then on a request
-is only noted; the loop finishes its step, the ranks agree, and a checkpoint is saved. Who does not want to wait for
+Until the ranks have met, SIGTERM and SIGINT do what they do to any process: there is nothing to lose, and the waits are
+torch's own, in which no handler of Python runs. Then, before the first step, there is nothing to save: a signal ends
+the rank at once, by an exception. From the first step on a request is only noted; the loop finishes its step, the ranks agree, and a checkpoint is saved. Who does not want to wait for
 that presses Ctrl-C again. SIGUSR1 asks for a checkpoint and for nothing else: schedulers send it some time before they
 take the machine away. It is never the end of a rank, however early it comes.
 """
@@ -37,6 +38,11 @@ class StopRequest:
     launched: bool = False  # started by `fullshard train`, so an orphan must not go on alone
     training: bool = False  # steps are being done: there is something to save
     wants_save: bool = False
+
+    def listen(self) -> None:
+        """The ranks have met: from here on SIGTERM and SIGINT are handled."""
+        for number in SIGNALS:
+            signal.signal(number, self.handle)
 
     def begin(self) -> None:
         """The first step is next: from here on signals are noted."""
@@ -76,10 +82,10 @@ class StopRequest:
 
 @contextmanager
 def listening(launched: bool) -> Iterator[StopRequest]:
-    """Handle SIGTERM, SIGINT and SIGUSR1 instead of dying, for the length of a `with` block."""
+    """Handle SIGUSR1, and from `StopRequest.listen` on SIGTERM and SIGINT, for the length of a `with` block."""
     request = StopRequest(launched=launched)
-    before = {number: signal.signal(number, request.handle) for number in SIGNALS}
-    before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, request.handle_save)
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, SAVE_SIGNAL)}
+    signal.signal(SAVE_SIGNAL, request.handle_save)
     # Our launcher blocks it for its ranks, so that one that comes while they start waits until here.
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [SAVE_SIGNAL])
     try:

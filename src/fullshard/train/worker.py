@@ -63,6 +63,7 @@ def run_worker(config: Config, place: Place, output: Output) -> int:
     if place.rank == 0:
         view = make_progress(console, output.plain, config.run.log_interval)
     with listening(output.launched) as stop, RunLock() as lock, joined(config, place) as world, view:
+        stop.listen()
         parts, progress = prepare(config, world, view, lock)
         result, summary = train(parts, progress, view, stop)
     if place.rank == 0:
