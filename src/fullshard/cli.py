@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainError as error:
         _print_error(str(error))
         return error.exit_code
+    except FullshardError as error:
+        _print_error(str(error))
+        return 1
     except EarlyStopError as stop:
         _print_error(str(stop))
         return stop.exit_code

@@ -6,8 +6,11 @@ import json
 import runpy
 import shutil
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,16 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cluster import Cluster
-from fullshard.train import checkpoint
-from fullshard.train.checkpoint import (
-    MANIFEST_FILE,
-    Progress,
-    find_latest,
-    load_checkpoint,
-    local_part,
-    rank_file,
-    save_checkpoint,
-)
+from fullshard import checkpoint
+from fullshard.checkpoint import CheckpointError
+from fullshard.train.checkpoint import Progress, Saver, load_checkpoint, local_part
 from fullshard.train.config import (
     CheckpointConfig,
     Config,
@@ -44,7 +40,7 @@ from fullshard.train.config import (
     RunConfig,
     TrainConfig,
 )
-from fullshard.train.errors import CheckpointError, DivergedError, TrainError
+from fullshard.train.errors import DivergedError, TrainError
 from fullshard.train.generate import generate
 from fullshard.train.llama import build_llama
 from fullshard.train.lock import RunLock
@@ -308,16 +304,21 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(cluster: Cluster, tmp_
         assert all(torch.equal(shard, after.parameters[name]) for name, shard in before.parameters.items())
 
 
-def restore_generators(rank: int, config: Config, folder: Path) -> bool:
-    parts, _ = prepared(rank, config)
-    save_checkpoint(folder, parts.state(), Progress(1, 0, 4), keep=1)
+def save_and_load(rank: int, config: Config, folder: Path) -> list[float]:
+    parts, progress = prepared(rank, config)
+    Saver(folder, parts.state()).save(replace(progress, step=1, position=40), wait=True)
     expected = torch.rand(3)
-    load_checkpoint(folder / "step-1", parts.state())
-    return torch.equal(torch.rand(3), expected)
+    parts.optimizer.param_groups[0]["weight_decay"] = 0.5  # as if the configuration of the resumed run said so
+    found, changes = load_checkpoint(folder / "step-1", parts.state())
+    assert torch.equal(torch.rand(3), expected)
+    assert (found, changes) == (replace(progress, step=1, position=40), [])
+    return [group["weight_decay"] for group in parts.optimizer.param_groups]
 
 
-def test_random_generators_are_restored(cluster: Cluster, tmp_path: Path) -> None:
-    assert cluster.run(restore_generators, make_config(tmp_path), tmp_path / "checkpoint") == [True, True]
+def test_random_generators_and_position_are_restored_and_settings_are_the_new_ones(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    assert cluster.run(save_and_load, make_config(tmp_path), tmp_path / "checkpoint") == [[0.5, 0.0]] * 2
 
 
 def test_only_the_newest_checkpoints_are_kept(cluster: Cluster, tmp_path: Path) -> None:
@@ -328,44 +329,64 @@ def test_only_the_newest_checkpoints_are_kept(cluster: Cluster, tmp_path: Path) 
     assert (folder / "latest").read_text() == "step-8\n"
 
 
-MANIFEST_DAMAGE: dict[str, dict[str, Any]] = {
-    "entries": {"ranks": [{"bytes": 1, "sha256": ""}, {}]},  # rank 1 alone would stumble
-    "types": {"position": None, "mesh": 2},
-    "mesh": {"mesh": [2, 1]},  # the same number of ranks, other rows on each
-}
+def elastic(config: Config, ranks: int, **parallel: Any) -> tuple[Config, int]:
+    resume = CheckpointConfig(resume="auto", async_mode="async", interval=2)
+    return replace(config, checkpoint=resume, parallel=ParallelConfig(nproc=ranks, **parallel)), ranks
+
+
+@pytest.mark.parametrize("windows", [12, 7], ids=["even", "uneven"])
+def test_run_that_fewer_and_more_ranks_go_on_with_has_the_losses_of_one(
+    cluster: Cluster, tmp_path: Path, windows: int
+) -> None:
+    """B114, B106: 4 -> 3 -> 2 -> 4 ranks, of which the last are two replicas, with one global batch."""
+    config = make_config(tmp_path, global_batch_size=windows, micro_batch_size=2)
+    begun, ranks = elastic(config, 4)
+    cluster.run(train_once, begun, 2, world_size=ranks)
+    for number, stop_at in ((3, 4), (2, 6)):
+        resumed, ranks = elastic(config, number, transport="direct")
+        cluster.run(train_once, resumed, stop_at, world_size=ranks)
+    last, ranks = elastic(config, 4, dp_replicate=2)
+    cluster.run(train_once, last, -1, 2, world_size=ranks)
+    alone = make_config(tmp_path, micro_batch_size=windows)
+    cluster.run(train_once, named(alone, "alone"), world_size=1)
+    assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path, "alone"), abs=1e-5)
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "alone"] == ["a"]
+
+
+def test_resumed_run_keeps_the_windows_of_a_step_unless_told(cluster: Cluster, tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=1, micro_batch_size=3)
+    cluster.run(train_once, config, world_size=2)
+    seen = []
+    for step, options in enumerate(
+        ({"micro_batch_size": 4}, {"gradient_accumulation": 5}, {"global_batch_size": 5}), 2
+    ):
+        changed = replace(make_config(tmp_path, steps=step, **options), checkpoint=CheckpointConfig(resume="yes"))
+        cluster.run(train_once, changed, world_size=1)
+        seen.append(rows(tmp_path)[-2]["n_tokens_seen"] // 16)
+    assert seen == [12, 18, 23]
 
 
 def damage(folder: Path, how: str) -> None:
-    shard, manifest = folder / rank_file(1), folder / MANIFEST_FILE
-    content = bytearray(shard.read_bytes())
+    shard = folder / "rank-00001.safetensors"
     if how == "missing":
         shard.unlink()
-    elif how == "short":
-        shard.write_bytes(content[:-1])
     elif how == "flipped":
-        content[-5] ^= 1
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
         shard.write_bytes(content)
-    elif how == "manifest":
-        manifest.write_text(manifest.read_text()[:-20])
-    elif how == "format":
-        manifest.write_text('{"format": "other"}')
-    elif how in MANIFEST_DAMAGE:
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | MANIFEST_DAMAGE[how]))
+    elif how == "foreign":
+        checkpoint.save(folder.parent, {"run": {"position": 1}}, step=1, overwrite=True)
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("missing", r"rank-00001\.safetensors is missing"),
-        ("short", r"rank-00001\.safetensors has \d+ bytes, expected \d+"),
-        ("flipped", r"rank-00001\.safetensors is damaged: its content does not match its checksum"),
-        ("manifest", r"checkpoint\.json cannot be read as JSON"),
-        ("format", "expected a checkpoint of format 'fullshard-plain-1'"),
-        ("ranks", r"was written by 2 ranks, this run has 1.*resume with --nproc 2"),
-        ("entries", r"checkpoint\.json: ranks is not as it was written: the file is damaged"),
-        ("types", r"checkpoint\.json: position, mesh is not as it was written: the file is damaged"),
-        ("mesh", r"was written with parallel\.dp_replicate = 2, this run has 1.*--parallel\.dp_replicate 2"),
+        ("missing", r"rank-00001\.safetensors"),
+        ("flipped", r"rank-00001\.safetensors"),
+        ("foreign", r"step-1 is no checkpoint of `fullshard train`: its state has no usable 'run'"),
         ("model", r"belongs to a different run: model\.num_hidden_layers was 2, is 3"),
+        ("text", r"was trained on other text than the corpus in this run folder"),
     ],
 )
 def test_unusable_checkpoint_is_the_same_error_on_every_rank(
@@ -376,34 +397,74 @@ def test_unusable_checkpoint_is_the_same_error_on_every_rank(
     damage(tmp_path / "runs" / "a" / "checkpoint" / "step-1", how)
     if how == "model":
         config = replace(config, model=replace(SMALL, num_hidden_layers=3))
+    elif how == "text":
+        shutil.rmtree(tmp_path / "runs" / "a" / "corpus")
+        (tmp_path / "text" / "1.txt").write_text("another one " * 90)
     config = replace(config, checkpoint=CheckpointConfig(resume="yes"))
-    ranks = 1 if how == "ranks" else 2
-    texts = cluster.run(train_once, config, expect=CheckpointError, match=message, world_size=ranks)
+    texts = cluster.run(train_once, config, expect=CheckpointError, match=message)
     assert len(set(texts)) == 1
 
 
-def fail_while_saving(rank: int, config: Config, folder: Path) -> None:
-    parts, _ = prepared(rank, config)
-    save_checkpoint(folder, parts.state(), Progress(1, 0, 4), keep=2)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(checkpoint, "save_file", _disk_full)
-        with pytest.raises(TrainError, match="No space left"):
-            save_checkpoint(folder, parts.state(), Progress(2, 0, 4), keep=2)
-        found, warnings = find_latest(folder)
-        assert found == folder / "step-1"
-        assert len(warnings) == 1
-    save_checkpoint(folder, parts.state(), Progress(2, 0, 4), keep=2)
-    assert find_latest(folder) == (folder / "step-2", [])
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"mounting is not permitted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
-def _disk_full(tensors: dict[str, Tensor], path: Path) -> None:
-    path.write_bytes(b"half a file")
-    raise OSError(28, "No space left on device")
+class FillDisk(SilentProgress):
+    """Makes the disk of a run full, or read-only, when a step is done."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.folder, self.how = folder, how
+
+    def step(self, report: StepReport) -> None:
+        if report.step != 3:
+            return
+        if self.how == "full":
+            with suppress(OSError), (self.folder / "filler").open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", self.folder], check=True)
 
 
-def test_half_written_checkpoint_is_never_taken_for_one(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run(fail_while_saving, make_config(tmp_path), tmp_path / "checkpoint")
+def save_on_a_disk_that_refuses(rank: int, config: Config, how: str, mode: str) -> None:
+    view = FillDisk(Path(config.run.folder), how) if rank == 0 else SilentProgress()
+    config = replace(config, checkpoint=CheckpointConfig(interval=2, async_mode=mode))  # type: ignore[arg-type]
+    with RunLock() as lock:
+        parts, progress = prepare(config, make_world(rank), SilentProgress(), lock)
+        trainer = Trainer(parts, progress, view, StopRequest())
+        trainer.metrics = None  # on the same disk, and nobody's subject here
+        trainer.run()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(("how", "reason"), [("full", "No space left on device"), ("read-only", "Read-only")])
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks_and_leaves_the_one_before(
+    cluster: Cluster, tmp_path: Path, small_disk: Path, how: str, reason: str, mode: str
+) -> None:
+    config = make_config(tmp_path)
+    config = replace(config, run=replace(config.run, folder=str(small_disk)))
+    texts = cluster.run(
+        save_on_a_disk_that_refuses, config, how, mode, expect=CheckpointError, match=rf"disk/a/checkpoint.*{reason}"
+    )
+    assert len(texts) == 2
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    root = small_disk / "a" / "checkpoint"
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-2"]
+    (small_disk / "filler").unlink(missing_ok=True)
+    resumed = replace(config, checkpoint=CheckpointConfig(resume="yes"))
+    cluster.run(train_once, resumed)
+    cluster.run(train_once, named(make_config(tmp_path), "b"))
+    seen = [json.loads(line) for line in (small_disk / "a" / "metrics.jsonl").read_text().splitlines()]
+    after = {row["step"]: row["loss_metrics/global_avg_loss"] for row in seen if "grad_norm" in row}
+    assert after == {step: loss for step, loss in losses(tmp_path, "b").items() if step > 2}
 
 
 def break_on_rank_one(rank: int, error: Exception) -> None:

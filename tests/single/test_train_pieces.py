@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import json
 import math
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +21,15 @@ from rich.console import Console
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fullshard.train.checkpoint import MANIFEST_FILE, _prune, _publish, find_latest
+from fullshard import checkpoint
+from fullshard.checkpoint import CheckpointError
 from fullshard.train.config import CheckpointConfig, Config, OptimConfig, RunConfig
-from fullshard.train.errors import CheckpointError, FolderInUseError, RankFailedError
+from fullshard.train.errors import FolderInUseError, RankFailedError
 from fullshard.train.folder import MetricsLog, RunFolder, _make_folder, choose_folder
 from fullshard.train.launch import _explain
 from fullshard.train.lock import LOCK_FILE, RunLock
 from fullshard.train.optim import build_optimizer, learning_rate
 from fullshard.train.progress import LiveProgress, PlainProgress, StepReport, format_bytes, format_seconds
-from fullshard.train.settings import to_dict
 from fullshard.train.stop import EarlyStopError, listening, passing_on
 
 
@@ -66,8 +63,7 @@ def make_run(folder: Path, *, saved: bool = False) -> None:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
     if saved:
-        (folder / "checkpoint").mkdir()
-        (folder / "checkpoint" / "latest").write_text("step-1\n")
+        checkpoint.save(folder / "checkpoint", {"run": {}}, step=1)
 
 
 def choose(config: Config) -> RunFolder:
@@ -114,7 +110,7 @@ def test_resume_takes_the_run_that_saved_last(tmp_path: Path) -> None:
     fresh.discard()
     for number, name in enumerate(("a", "a-2")):
         make_run(tmp_path / name, saved=True)
-        os.utime(tmp_path / name / "checkpoint" / "latest", ns=(number, number))
+        os.utime(tmp_path / name / "checkpoint" / "step-1", ns=(number, number))
     make_run(tmp_path / "a-3")
     chosen = choose(run_config(tmp_path, "yes"))
     assert (chosen.path.name, chosen.resumes) == ("a-2", True)
@@ -126,14 +122,21 @@ def test_resume_passes_over_an_experiment_with_another_model(tmp_path: Path) -> 
     other = replace(config, model=replace(config.model, hidden_size=2 * config.model.hidden_size))
     for number, (name, settings) in enumerate((("a", config), ("a-2", other))):
         make_run(tmp_path / name, saved=True)
-        step = tmp_path / name / "checkpoint" / "step-1"
-        step.mkdir()
-        (step / MANIFEST_FILE).write_text(json.dumps({"config": to_dict(settings)}))
-        os.utime(tmp_path / name / "checkpoint" / "latest", ns=(number, number))
+        RunFolder(tmp_path / name, resumes=False).create(settings)
+        os.utime(tmp_path / name / "checkpoint" / "step-1", ns=(number, number))
     assert choose(config).path.name == "a"
     assert choose(other).path.name == "a-2"
     third = replace(config, train=replace(config.train, seed=config.train.seed + 1))
     assert choose(third).path.name == "a-2"  # none fits: the newest, whose loading says what differs
+
+
+@pytest.mark.parametrize("resume", ["yes", "auto"])
+def test_checkpoint_of_an_earlier_version_is_not_passed_over(tmp_path: Path, resume: str) -> None:
+    make_run(tmp_path / "a")
+    (tmp_path / "a" / "checkpoint" / "step-3").mkdir(parents=True)
+    (tmp_path / "a" / "checkpoint" / "step-3" / "checkpoint.json").write_text('{"format": "fullshard-plain-1"}')
+    with pytest.raises(CheckpointError, match=r"step-3 was written by an earlier version of fullshard.*--run\.name"):
+        choose(run_config(tmp_path, resume))
 
 
 def test_second_run_that_resumes_in_one_folder_is_refused(tmp_path: Path) -> None:
@@ -232,91 +235,6 @@ def test_metrics_are_not_lost_when_resuming_is_killed(tmp_path: Path, monkeypatc
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def fill_checkpoint(folder: Path, text: str) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.json").write_text(text)
-    (folder / "rank-00000.safetensors").write_text(text)
-    return folder
-
-
-@pytest.mark.parametrize("fatal", range(6))
-def test_killed_replacement_never_loses_the_only_checkpoint(tmp_path: Path, fatal: int) -> None:
-    """Killed at each rename and in the middle of each removal: a whole checkpoint is found, and the next save works."""
-    final, temporary = fill_checkpoint(tmp_path / "step-3", "old"), fill_checkpoint(tmp_path / ".step-3.tmp", "new")
-    (tmp_path / "latest").write_text("step-3\n")
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, fatal)
-        with pytest.raises(KeyboardInterrupt) if fatal < 5 else nullcontext():
-            _publish(temporary, final, {})
-            _prune(tmp_path, keep=1)
-    found, _ = find_latest(tmp_path)
-    assert found is not None
-    assert (found / "rank-00000.safetensors").read_text() in ("old", "new")
-    shutil.rmtree(temporary, ignore_errors=True)
-    _publish(fill_checkpoint(temporary, "new"), final, {})
-    _prune(tmp_path, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
-    assert (final / "rank-00000.safetensors").read_text() == "new"
-
-
-def test_killed_deletion_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        fill_checkpoint(tmp_path / f"step-{step}", "whole")
-    (tmp_path / "latest").write_text("step-3\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "rmtree", half_removed)
-        with pytest.raises(KeyboardInterrupt):
-            _prune(tmp_path, keep=2)
-    (tmp_path / "latest").unlink()
-    assert find_latest(tmp_path)[0] == tmp_path / "step-3"
-    assert all((path / "rank-00000.safetensors").exists() for path in tmp_path.glob("step-*"))
-    (tmp_path / "latest").write_text("step-3\n")
-    _prune(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
-
-
-def half_removed(folder: Path, ignore_errors: bool = False) -> None:
-    if folder.exists():
-        (folder / "rank-00000.safetensors").unlink()
-        raise KeyboardInterrupt
-
-
-def kill_at(patch: pytest.MonkeyPatch, fatal: int) -> None:
-    """KeyboardInterrupt before call number `fatal` of Path.rename, Path.replace and shutil.rmtree together."""
-    calls = itertools.count()
-
-    def counted(action: Callable[..., object], *, partial: bool) -> Callable[..., object]:
-        def call(path: Path, *args: object, **options: object) -> object:
-            if next(calls) == fatal:
-                if partial:
-                    half_removed(path)
-                raise KeyboardInterrupt
-            return action(path, *args, **options)
-
-        return call
-
-    patch.setattr(Path, "rename", counted(Path.rename, partial=False))
-    patch.setattr(Path, "replace", counted(Path.replace, partial=False))
-    patch.setattr(shutil, "rmtree", counted(shutil.rmtree, partial=True))
-
-
-def test_incomplete_checkpoints_are_ignored_with_a_warning(tmp_path: Path) -> None:
-    for name, complete in (("step-2", True), ("step-10", True), ("step-30", False), (".step-40.tmp", True)):
-        (tmp_path / name).mkdir()
-        if complete:
-            (tmp_path / name / "checkpoint.json").write_text("{}")
-    path, warnings = find_latest(tmp_path)
-    assert path == tmp_path / "step-10"
-    assert len(warnings) == 2
-    (tmp_path / "latest").write_text("step-2\n")
-    assert find_latest(tmp_path)[0] == tmp_path / "step-2"
-    (tmp_path / "latest").write_text("step-99\n")
-    path, warnings = find_latest(tmp_path)
-    assert path == tmp_path / "step-10"
-    assert any("step-99, which is not there" in warning for warning in warnings)
-    assert find_latest(tmp_path / "nothing") == (None, [])
-
-
 # -- what people see ---------------------------------------------------------------------------------------------------
 
 REPORT = StepReport(
@@ -389,9 +307,10 @@ def test_signals_are_noted_not_obeyed() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
 def test_signal_before_training_ends_at_once(number: signal.Signals, code: int) -> None:
-    with pytest.raises(EarlyStopError, match=f"{number.name} before training started") as caught, listening(False) as stop:
+    with listening(False) as stop:
         stop.listen()
-        os.kill(os.getpid(), number)
+        with pytest.raises(EarlyStopError, match=f"{number.name} before training started") as caught:
+            os.kill(os.getpid(), number)
     assert caught.value.exit_code == code
 
 

@@ -193,11 +193,15 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save (interval 0: only at the end and when the run is stopped) and whether to resume."""
+    """When to save (interval 0: only at the end and when the run is stopped), how, and whether to resume.
+
+    `async_mode` "async" stops the steps only for a copy of this rank's part; a thread writes it.
+    """
 
     interval: int = 0
     save_at_end: bool = True
     keep_latest_k: int = 2
+    async_mode: Literal["disabled", "async"] = "disabled"
     resume: Literal["no", "yes", "auto"] = "no"
 
     def __post_init__(self) -> None:

@@ -3,10 +3,11 @@
 TrainError            1  anything below, and what has no better class
 ├── ConfigError       2  the configuration or the command line is wrong
 ├── DataError         1  the corpus cannot be read or is too small
-├── CheckpointError   1  a checkpoint is missing, damaged or does not fit this run
 ├── FolderInUseError  1  another process is writing into the run folder
 ├── RankFailedError        1  a rank died or raised; the others were ended
 └── DivergedError     4  the loss or the gradient norm is no longer a finite number
+
+Every other error of the package (`fullshard.errors`), such as that of a checkpoint that cannot be written, is 1.
 """
 
 from __future__ import annotations
@@ -28,10 +29,6 @@ class ConfigError(TrainError):
 
 class DataError(TrainError):
     """The corpus cannot be found, read, or is too small for the configured windows."""
-
-
-class CheckpointError(TrainError):
-    """A checkpoint is missing, incomplete, damaged, or was written by a different run."""
 
 
 class FolderInUseError(TrainError):

@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from fullshard.train.checkpoint import CHECKPOINT_FOLDER, LATEST_FILE, belongs_to
+from fullshard.checkpoint import CheckpointError, latest
+from fullshard.train.checkpoint import CHECKPOINT_FOLDER, changed_settings, refuse_earlier_form
 from fullshard.train.config import Config
-from fullshard.train.errors import CheckpointError, ConfigError
+from fullshard.train.errors import ConfigError
 from fullshard.train.lock import LOCK_FILE, RunLock
 from fullshard.train.settings import load_settings, to_dict, to_toml
 
@@ -78,13 +79,16 @@ def choose_folder(config: Config, lock: RunLock) -> RunFolder:
     base = Path(config.run.folder)
     taken = _numbered(base, config.run.name)
     if config.checkpoint.resume != "no":
-        saved = [path for path in taken.values() if (path / CHECKPOINT_FOLDER / LATEST_FILE).exists()]
+        found = {path: latest(path / CHECKPOINT_FOLDER) for path in taken.values()}
+        saved = {path: newest.stat().st_mtime_ns for path, newest in found.items() if newest is not None}
         # Of runs of one name, one with other settings (an experiment in between) is not what is to go on.
-        fitting = [path for path in saved if belongs_to(path / CHECKPOINT_FOLDER, config)] or saved
+        fitting = [path for path in saved if _belongs_to(path, config)] or list(saved)
         if fitting:
-            newest = max(fitting, key=lambda path: (path / CHECKPOINT_FOLDER / LATEST_FILE).stat().st_mtime_ns)
+            newest = max(fitting, key=saved.__getitem__)
             lock.require(newest)
             return RunFolder(newest, resumes=True)
+        for path in taken.values():
+            refuse_earlier_form(path / CHECKPOINT_FOLDER)
         if config.checkpoint.resume == "yes":
             raise CheckpointError(
                 f"nothing to resume: no checkpoint under {base / config.run.name}"
@@ -96,7 +100,7 @@ def choose_folder(config: Config, lock: RunLock) -> RunFolder:
             last = taken[max(cut_short)]
             lock.require(last)
             # Its holder may have saved, and ended, since it was looked at.
-            return RunFolder(last, resumes=(last / CHECKPOINT_FOLDER / LATEST_FILE).exists())
+            return RunFolder(last, resumes=latest(last / CHECKPOINT_FOLDER) is not None)
     return RunFolder(_make_folder(base, config.run.name, max(taken, default=0) + 1, lock), resumes=False)
 
 
@@ -118,13 +122,24 @@ def _begun_by(path: Path, config: Config) -> bool:
     entries = {entry.name for entry in path.iterdir()} if path.is_dir() else {SUMMARY_FILE}
     if not entries - {LOCK_FILE, CONFIG_FILE + TEMPORARY}:
         return True  # cut short before it had written what it is
-    if SUMMARY_FILE in entries or CONFIG_FILE not in entries:
-        return False
-    try:
-        begun = to_dict(load_settings(path / CONFIG_FILE).config)
-    except ConfigError:
+    begun = _settings_of(path)
+    if SUMMARY_FILE in entries or begun is None:
         return False
     return all(begun[section] == to_dict(config)[section] for section in ("model", "data", "train", "optim"))
+
+
+def _belongs_to(path: Path, config: Config) -> bool:
+    """Whether a folder is of a run with this model, data and seed; True if it cannot be read: loading says why."""
+    begun = _settings_of(path)
+    return begun is None or not changed_settings(begun, config)[0]
+
+
+def _settings_of(path: Path) -> Mapping[str, Any] | None:
+    """The settings that a run began with, if they can be read."""
+    try:
+        return to_dict(load_settings(path / CONFIG_FILE).config)
+    except ConfigError:
+        return None
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -26,7 +26,10 @@ from fullshard.train.stop import passing_on
 # Exit codes that a rank chooses on purpose; every other one is a failure (1).
 STOPPED_CODES = (75, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 MEANINGFUL_CODES = (2, 4, *STOPPED_CODES)
-_SHARED_ERRORS = ("TrainError", "ConfigError", "DataError", "CheckpointError", "FolderInUseError", "DivergedError")
+_SHARED_ERRORS = (
+    *("TrainError", "ConfigError", "DataError", "FolderInUseError", "DivergedError"),
+    *("CheckpointError", "CheckpointDamagedError", "CheckpointExistsError", "CheckpointMismatchError"),
+)
 _LOST_PEER_SIGNS = (
     "CommunicationError",
     "PeerLostError",

@@ -2,9 +2,10 @@
 
 Until the ranks have met, SIGTERM and SIGINT do what they do to any process: there is nothing to lose, and the waits are
 torch's own, in which no handler of Python runs. Then, before the first step, there is nothing to save: a signal ends
-the rank at once, by an exception. From the first step on a request is only noted; the loop finishes its step, the ranks agree, and a checkpoint is saved. Who does not want to wait for
-that presses Ctrl-C again. SIGUSR1 asks for a checkpoint and for nothing else: schedulers send it some time before they
-take the machine away. It is never the end of a rank, however early it comes.
+the rank at once, by an exception. From the first step on a request is only noted; the loop finishes its step, the ranks
+agree, and a checkpoint is saved. Who does not want to wait for that presses Ctrl-C again. SIGUSR1 asks for a checkpoint
+and for nothing else: schedulers send it some time before they take the machine away. It is never the end of a rank,
+however early it comes.
 """
 
 from __future__ import annotations

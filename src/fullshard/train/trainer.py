@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from fullshard import Profile, clip_grad_norm_
-from fullshard.train.checkpoint import Progress, TrainState, save_checkpoint
+from fullshard.checkpoint import CheckpointError
+from fullshard.train.checkpoint import Progress, Saver, TrainState
 from fullshard.train.config import Config
 from fullshard.train.divergence import explain_divergence
 from fullshard.train.errors import DivergedError
@@ -95,7 +97,7 @@ class Trainer:
         parts.world.on_first(lambda: self._open_log(progress.step))
         self.first_step = progress.step
         self.progress = progress
-        self.saved_step = progress.step if parts.folder.resumes else -1
+        self.saver = Saver(parts.folder.checkpoints, parts.state(), progress.step if parts.folder.resumes else -1)
         self.reports: list[StepReport] = []  # the first and the last one
         self.seconds = 0.0
         self.bytes: tuple[StateBytes, StateBytes] | None = None
@@ -108,17 +110,30 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the end, or until a stop is asked for; a checkpoint is saved in both cases."""
-        config = self.parts.config
         before = self.validate()
-        ending: Ending = "finished"
         self.stop.begin()
+        try:
+            ending = self._steps()
+        except DivergedError:  # of all ranks: what is being saved is from before, and good
+            with suppress(CheckpointError):
+                self.saver.settle()
+            raise
+        self.profile.close(self.view)
+        if ending != "finished" or self.parts.config.checkpoint.save_at_end:
+            self.save(wait=True)
+        self._tell(self.saver.settle())
+        after = self.validate() if ending == "finished" and self.reports else None
+        return self._result(ending, before, after)
+
+    def _steps(self) -> Ending:
+        config = self.parts.config
         while self.step < config.train.steps:
             ranks = self.train_step()
             stop, asked = max(ranks.stops), any(ranks.saves)
+            self._tell(self.saver.news())
             if stop:
-                ending = "interrupted" if stop == signal.SIGINT else "preempted"
                 self.view.note(f"{signal.Signals(stop).name}: stopping after step {self.step}; saving a checkpoint.")
-                break
+                return "interrupted" if stop == signal.SIGINT else "preempted"
             if asked:
                 self.view.note(f"{SAVE_SIGNAL.name}: saving a checkpoint after step {self.step}, and going on.")
             if asked or (config.checkpoint.interval and self.step % config.checkpoint.interval == 0):
@@ -127,11 +142,7 @@ class Trainer:
             if config.eval.interval and self.step % config.eval.interval == 0 and self.step < config.train.steps:
                 with self.profile.range("validation"):
                     self.validate()
-        self.profile.close(self.view)
-        if ending != "finished" or config.checkpoint.save_at_end:
-            self.save()
-        after = self.validate() if ending == "finished" and self.reports else None
-        return self._result(ending, before, after)
+        return "finished"
 
     def train_step(self) -> RankNumbers:
         """One optimizer step; returns what every rank has reported in it."""
@@ -212,15 +223,13 @@ class Trainer:
             )
         return loss
 
-    def save(self) -> None:
-        """Save a checkpoint, unless this step already has one."""
-        if self.saved_step == self.step:
-            return
-        started = time.perf_counter()
-        keep = self.parts.config.checkpoint.keep_latest_k
-        path = save_checkpoint(self.parts.folder.checkpoints, self.parts.state(), self.progress, keep)
-        self.saved_step = self.step
-        self.view.note(f"saved {path} in {time.perf_counter() - started:.1f} s")
+    def save(self, wait: bool = False) -> None:
+        """Save a checkpoint, unless this step already has one. `wait`: not in the background."""
+        self._tell(self.saver.save(self.progress, wait))
+
+    def _tell(self, news: str | None) -> None:
+        if news is not None:
+            self.view.note(news)
 
     def _open_log(self, first_step: int) -> None:
         self.metrics = MetricsLog(self.parts.folder.path / METRICS_FILE, first_step)
@@ -232,7 +241,7 @@ class Trainer:
     def _check_finite(self, ranks: RankNumbers, norm: float) -> None:
         if math.isfinite(ranks.loss) and math.isfinite(norm):
             return
-        saved = f"The last checkpoint is step {self.saved_step}. " if self.saved_step >= 0 else ""
+        saved = f"The last checkpoint is step {self.saver.step}. " if self.saver.step >= 0 else ""
         raise DivergedError(
             f"training diverged at step {self.step + 1}: loss {ranks.loss}, gradient norm {norm}. "
             f"{explain_divergence(self.parts.model, self.parts.world, ranks.loss_sums)} "

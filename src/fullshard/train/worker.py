@@ -15,17 +15,10 @@ from rich.text import Text
 from torch import nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.train.checkpoint import (
-    Progress,
-    TrainState,
-    changed_settings,
-    find_latest,
-    load_checkpoint,
-    read_manifest,
-)
+from fullshard.checkpoint import CheckpointError, latest
+from fullshard.train.checkpoint import Progress, TrainState, load_checkpoint
 from fullshard.train.config import Config
 from fullshard.train.corpus import INDEX_FILE, build_corpus, open_corpus
-from fullshard.train.errors import CheckpointError
 from fullshard.train.folder import RunFolder, choose_folder
 from fullshard.train.generate import generate
 from fullshard.train.llama import build_llama
@@ -140,16 +133,12 @@ def _precision(config: Config) -> MixedPrecisionPolicy:
 
 def resume(folder: RunFolder, state: TrainState, view: ProgressView) -> Progress:
     """Load the newest checkpoint of the run folder."""
-    path, warnings = state.world.on_first(lambda: find_latest(folder.checkpoints))
-    for warning in warnings:
-        view.note(f"warning: {warning}")
+    path = state.world.on_first(lambda: latest(folder.checkpoints))
     if path is None:
         raise CheckpointError(f"nothing to resume: no complete checkpoint in {folder.checkpoints}.")
-    manifest = state.world.on_first(lambda: read_manifest(path, state))
-    _, bending = changed_settings(manifest["config"], state.config)
-    for change in bending:
+    progress, changes = load_checkpoint(path, state)
+    for change in changes:
         view.note(f"warning: {change}; the losses will differ from those of an uninterrupted run.")
-    progress = load_checkpoint(path, state)
     view.note(f"resumed from {path}: step {progress.step}")
     return replace(progress, step_windows=_step_windows(progress.step_windows, state, view))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.errors import FullshardError
 from fullshard.train.config import Config
 from fullshard.train.errors import TrainError
 from fullshard.train.rendezvous import meet
@@ -83,16 +84,16 @@ class World:
             result = action()
         except Exception as caught:  # noqa: BLE001  whatever it is: a rank that left here would strand the others
             error = caught
-        results = self.gather_values((result, error and _as_train_error(error)))
+        results = self.gather_values((result, error and _shared_error(error)))
         for _, failure in results:
             if failure is not None:
                 raise failure from error
         return [value for value, _ in results]  # type: ignore[misc]
 
 
-def _as_train_error(error: Exception) -> TrainError:
+def _shared_error(error: Exception) -> FullshardError:
     """The error as all ranks raise it; one that nobody expected says where it came from."""
-    if isinstance(error, TrainError):
+    if isinstance(error, FullshardError):
         return error
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
