@@ -414,11 +414,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"mounting is not permitted here: {made.stderr.decode().strip()}")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    for mounted in (folder / "a" / "checkpoint", folder):
+        subprocess.run(["umount", "--lazy", mounted], capture_output=True, check=False)
 
 
 class FillDisk(SilentProgress):
-    """Makes the disk of a run full, or read-only, when a step is done."""
+    """Makes the disk of a run full, or its checkpoints read-only, when a step is done."""
 
     def __init__(self, folder: Path, how: str) -> None:
         self.folder, self.how = folder, how
@@ -431,7 +432,9 @@ class FillDisk(SilentProgress):
                 while file.write(bytes(4096)):
                     pass
         else:
-            subprocess.run(["mount", "-o", "remount,ro", self.folder], check=True)
+            saved = self.folder / "a" / "checkpoint"
+            subprocess.run(["mount", "--bind", saved, saved], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", saved], check=True)
 
 
 def save_on_a_disk_that_refuses(rank: int, config: Config, how: str, mode: str) -> None:
@@ -455,8 +458,9 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks_and_leaves
         save_on_a_disk_that_refuses, config, how, mode, expect=CheckpointError, match=rf"disk/a/checkpoint.*{reason}"
     )
     assert len(texts) == 2
-    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     root = small_disk / "a" / "checkpoint"
+    if how == "read-only":
+        subprocess.run(["umount", root], check=True)
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-2"]
     (small_disk / "filler").unlink(missing_ok=True)
     resumed = replace(config, checkpoint=CheckpointConfig(resume="yes"))

@@ -85,11 +85,7 @@ def prepare(config: Config, world: World, view: ProgressView, lock: RunLock) -> 
 
 
 def _prepare_in(folder: RunFolder, config: Config, world: World, view: ProgressView) -> tuple[Parts, Progress]:
-    world.on_first(lambda: folder.create(config))
-    # A resumed run reads the text it began with, even when the files it came from have changed since.
-    if not (folder.resumes and (folder.corpus / INDEX_FILE).exists()):
-        view.note(f"reading text from {', '.join(config.data.paths)}")
-        world.on_first(lambda: build_corpus(config.data, folder.corpus))
+    world.on_first(lambda: _provide(folder, config, view))
     corpus = world.on_all(lambda: open_corpus(folder.corpus))[world.rank]
     model = build_sharded(config, world)
     state = TrainState(model, build_optimizer(model, config.optim), world, config, corpus.fingerprint)
@@ -105,6 +101,15 @@ def _prepare_in(folder: RunFolder, config: Config, world: World, view: ProgressV
     view.note(_headline(parts, corpus.files))
     view.note(_numerics(parts))
     return parts, progress
+
+
+def _provide(folder: RunFolder, config: Config, view: ProgressView) -> None:
+    """On one rank: the folder and the text. What is there already only it may ask, since it is about to change that."""
+    folder.create(config)
+    # A resumed run reads the text it began with, even when the files it came from have changed since.
+    if not (folder.resumes and (folder.corpus / INDEX_FILE).exists()):
+        view.note(f"reading text from {', '.join(config.data.paths)}")
+        build_corpus(config.data, folder.corpus)
 
 
 def build_sharded(config: Config, world: World) -> nn.Module:
