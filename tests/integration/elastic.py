@@ -1,7 +1,8 @@
 """`fullshard train` under torch's elastic agent, whose ranks are forked from a process that has imported everything.
 
 A rank then starts in milliseconds instead of seconds, so a test can afford many restarts. Ranks that are to die kill
-themselves with SIGKILL at moments drawn from a seed. Run as a program: elastic.py PLAN.json, where the plan is
+themselves with SIGKILL at moments drawn from a seed. Every other incarnation saves in the background. Run as a program:
+elastic.py PLAN.json, where the plan is
 
     {"runs": [{"arguments": [...], "ranks": 2, "kills": 20, "seed": 1}, ...]}
 
@@ -37,7 +38,8 @@ class Death:
         self.incarnation = incarnation
         self.rank = draw.randrange(ranks)
         self.kind = draw.choice(KINDS)
-        self.count = draw.randint(1, 4) if self.kind == "step" else draw.randint(1, 25)
+        most = {"step": 4, "start": 1, "save": 4 if self.rank else 16}[self.kind]  # rank 0 has more to do in a save
+        self.count = draw.randint(1, most)
         self.delay = draw.uniform(0.0, 0.4) if self.kind == "start" else draw.choice([0.0, draw.uniform(0.0, 0.01)])
 
     def arm(self) -> None:
@@ -84,7 +86,8 @@ def run_rank(arguments: list[str], kills: int, seed: int) -> None:
         death = Death(seed, incarnation, int(os.environ["WORLD_SIZE"]))
         if death.rank == int(os.environ["RANK"]):
             death.arm()
-    code = main(arguments)
+    modes = ["--checkpoint.async_mode=async"] if incarnation % 2 else []
+    code = main([*arguments, *modes])
     sys.stdout.flush()
     sys.stderr.flush()
     if code:  # as the command does: see fullshard.cli.run
