@@ -66,10 +66,11 @@ def test_checkpoint_compares_what_it_measures(load: Any) -> None:
     shape = {"cpu": "one", "cores": 2, "torch": "2"}
     result = {"found": found, "ratios": checkpoint.ratios(found), "machine": shape, "bytes": 2**30, "rounds": 2}
     assert checkpoint.goal_lines(result) == [
-        "goal: save / dcp save at most 0.5: 0.450 (0.375-0.525), met",
-        "goal: save / disk save at most 1.3: 1.200 (1.200-1.200), met",
-        "goal: load / dcp load at most 0.5: 0.750 (0.750-0.750), MISSED",
-        "goal: stall / fullshard save at most 0.05: 0.050 (0.050-0.050), met",
+        "save / dcp save, goal at most 0.5: 0.450 (0.375-0.525), met",
+        "save / disk save, goal at most 1.3: 1.200 (1.200-1.200), met",
+        "load / dcp load, goal at most 0.5: 0.750 (0.750-0.750), MISSED",
+        "load / disk load: 4.500 (3.750-5.250)",
+        "stall / fullshard save, goal at most 0.05: 0.050 (0.050-0.050), met",
     ]
     text = checkpoint.markdown({**result, "title": "a job", "page_cache": "dropped"})
     assert "| **fullshard.checkpoint** | 1.800 | 3.000 | 60 | 0.56 | 0.33 |" in text
