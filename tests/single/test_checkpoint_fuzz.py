@@ -97,7 +97,9 @@ class Watch:
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._opened is not None and event == "open" and not isinstance(arguments[0], int):
-            self._opened.append(os.fspath(arguments[0]))
+            path = os.fspath(arguments[0])
+            # A file that is open already is opened another way by its descriptor: what counts is which file that is.
+            self._opened.append(str(Path(path).readlink()) if path.startswith("/proc/self/fd/") else path)
 
     @contextmanager
     def looking(self) -> Iterator[list[str]]:
