@@ -393,6 +393,9 @@ def check_refused(rank: int, root: str) -> None:
         checkpoint.save(root, state_of(job, extra=rank), step=2)
     with pytest.raises(TypeError, match="extra"):
         checkpoint.save(root, state_of(job, extra=object()), step=2)
+    for wrong in ([job[0]], job[0], {1: job[0]}):
+        with pytest.raises((TypeError, ValueError), match="state"):
+            checkpoint.save(root, wrong, step=2)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*nowhere"):
         checkpoint.load(Path(root) / "nowhere", state_of(job))
     assert sorted(path.name for path in Path(root).iterdir()) == ["latest", "step-1"]

@@ -32,6 +32,12 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
+def run_alone(code: str, *arguments: object) -> int:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, check=False, env=environment, timeout=60).returncode
+
+
 def test_nothing_is_visible_before_all_of_it_is(tmp_path: Path) -> None:
     """B108."""
     root = tmp_path / "deep" / "root"
@@ -79,13 +85,25 @@ def test_a_live_job_keeps_its_draft_and_a_dead_one_does_not(tmp_path: Path) -> N
         "import os, sys\nfrom pathlib import Path\nfrom fullshard.runtime.checkpoint.publish import Draft\n"
         "draft = Draft(Path(sys.argv[1]), 2, False)\n(draft.path / 'half').write_text('x')\nos.kill(os.getpid(), 9)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, env=environment, timeout=60)
+    assert run_alone(code, tmp_path) == -9
     assert sorted(in_use for _, in_use in leftovers(tmp_path)) == [False, True]
     remove_leftovers(tmp_path)
     assert names(tmp_path) == [alive.path.name]
     save(tmp_path, 1, draft=alive)
     assert names(tmp_path) == ["latest", "step-1"]
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)"])
+def test_a_save_in_the_background_is_finished_when_the_program_ends(tmp_path: Path, end: str) -> None:
+    code = (
+        "import sys, time, torch\nfrom fullshard import checkpoint\nfrom fullshard.runtime.checkpoint import saving\n"
+        "write = saving.write_file\n"
+        "saving.write_file = lambda *a: (time.sleep(0.3), write(*a))[1]\n"  # begins when the program is at its end
+        f"checkpoint.async_save(sys.argv[1], {{'model': torch.nn.Linear(3, 3)}}, 1)\n{end}"
+    )
+    assert run_alone(code, tmp_path) == (3 if end else 0)
+    with Checkpoint(tmp_path / "step-1") as checkpoint:
+        checkpoint.check_file(0)
 
 
 def test_a_checkpoint_whose_replacement_was_interrupted_comes_back(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.files.checks import CHECKSUM_BYTES, TABLE, Checks, block_count, seal_of
 from fullshard.runtime.checkpoint.files.header import PAGE_BYTES, lay_out
 from fullshard.runtime.checkpoint.files.memory import Pages, as_bytes, dtype_name
+from fullshard.runtime.checkpoint.files.worker import Worker
 
 STAGING_BYTES = 8 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
@@ -98,19 +100,19 @@ class _Output:
     """A file that grows from the front, written by a thread from two buffers in turn."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _open(path)
         self._buffers = [Pages(STAGING_BYTES), Pages(STAGING_BYTES)]
+        self._file = _open(path)
         self._writes: list[Future[None] | None] = [None, None]
         self._current = 0  # number of the buffer that is being filled
         self._filled = 0  # bytes in it
         self._begin = 0  # where it goes
-        self._thread = ThreadPoolExecutor(1, "fullshard-write")
+        self._worker = Worker("fullshard-write")
 
     def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._worker.close()
         os.close(self._file)
 
     def add_bytes(self, data: bytes) -> None:
@@ -158,7 +160,7 @@ class _Output:
     def _flush(self) -> None:
         """Begin to write the current buffer, and go on with the other one as soon as that is on its way."""
         view = self._buffers[self._current].view[: self._filled]
-        self._writes[self._current] = self._thread.submit(_write, self._file, view, self._begin)
+        self._writes[self._current] = self._worker.submit(partial(_write, self._file, view, self._begin))
         self._begin += self._filled
         self._filled = 0
         self._current = 1 - self._current

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,10 +72,14 @@ def check_keys(state: Mapping[str, Any]) -> None:
     """Keys are the first part of names.
 
     Raises:
-        ValueError: One cannot be.
+        TypeError: It is no mapping.
+        ValueError: A key cannot be such a part.
     """
-    for key in state:
-        if not _KEY.fullmatch(key):
+    if not isinstance(state, Mapping):
+        raise TypeError(f'the state must be a mapping, such as {{"model": model}}, got {type(state).__name__}')
+    keys: Iterable[Any] = state  # of a caller who need not know types
+    for key in keys:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(
                 f"the key {key!r} of the state cannot be used: keys are made of letters, digits, '_', '-' and '.'"
             )
