@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import checkpoint
-from fullshard.checkpoint import CheckpointError, CheckpointMismatchError, PendingSave
+from fullshard.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, PendingSave
 from fullshard.errors import FullshardError
 from fullshard.train.config import Config
 from fullshard.train.settings import to_dict
@@ -120,6 +120,7 @@ def load_checkpoint(path: Path, state: TrainState) -> tuple[Progress, list[str]]
 
     Raises:
         CheckpointMismatchError: It is of another run. Nothing was changed.
+        CheckpointDamagedError: It is not as it was written.
         CheckpointError: It cannot be read.
     """
     group = state.world.control
@@ -128,7 +129,10 @@ def load_checkpoint(path: Path, state: TrainState) -> tuple[Progress, list[str]]
     _check_fits(path, run, state)
     # A resumed run has the optimizer's settings of its configuration, as changed as they may be, not the saved ones.
     settings = [{key: group[key] for key in group if key != "params"} for group in state.optimizer.param_groups]
-    loaded = checkpoint.load(path, state.tensors(), group=group)
+    try:
+        loaded = checkpoint.load(path, state.tensors(), group=group)
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(f"{error}. Remove {path} to go on from the checkpoint before it.") from None
     for one, values in zip(state.optimizer.param_groups, settings, strict=True):
         one.update(values)
     _, bending = changed_settings(run["config"], state.config)
