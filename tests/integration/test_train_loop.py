@@ -350,7 +350,7 @@ def test_run_that_fewer_and_more_ranks_go_on_with_has_the_losses_of_one(
     alone = make_config(tmp_path, micro_batch_size=windows)
     cluster.run(train_once, named(alone, "alone"), world_size=1)
     assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
-    assert losses(tmp_path) == pytest.approx(losses(tmp_path, "alone"), abs=1e-5)
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path, "alone"), abs=2e-6)
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "alone"] == ["a"]
 
 
