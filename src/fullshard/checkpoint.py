@@ -13,7 +13,7 @@ Files are described in docs/checkpoint-format.md; nothing is pickled, in or out.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,8 @@ def save(
             failed.
         CommunicationError: A rank is gone, or later than the time limit.
     """
-    where = Where.checked(root, step, keep, overwrite)
-    BACKGROUND.settle()
-    return Save(Ranks.of(group), where, state).write()
+    ranks = Ranks.of(group)
+    return Save(ranks, _agreed(ranks, lambda: Where.checked(root, step, keep, overwrite)), state).write()
 
 
 def async_save(
@@ -106,9 +105,26 @@ def async_save(
     Returns:
         The pending save; `result()` waits for it. Call it before the process group is destroyed.
     """
-    where = Where.checked(root, step, keep, overwrite)
-    BACKGROUND.settle()
-    return BACKGROUND.start(Save(Ranks.of(group), where, state, BACKGROUND.copy))
+    ranks = Ranks.of(group)
+    where = _agreed(ranks, lambda: Where.checked(root, step, keep, overwrite))
+    return BACKGROUND.start(Save(ranks, where, state, BACKGROUND.copy))
+
+
+def _agreed(ranks: Ranks, where: Callable[[], Where]) -> Where:
+    """Where all ranks save to. First they wait for what is pending, and all raise its error if it failed on one."""
+
+    def prepare() -> Where:
+        BACKGROUND.settle()
+        return where()
+
+    found = ranks.on_all(prepare, "prepare")
+    for rank, other in enumerate(found):
+        if other.terms != found[0].terms:
+            raise ValueError(
+                f"ranks {ranks.members[0]} and {ranks.members[rank]} do not save the same: (step, keep, overwrite) are "
+                f"{found[0].terms} and {other.terms}. One of them may be a step ahead"
+            )
+    return found[ranks.rank]
 
 
 def load(
@@ -139,5 +155,6 @@ def load(
         CheckpointError: There is no complete checkpoint.
         CommunicationError: A rank is gone, or later than the time limit.
     """
-    BACKGROUND.settle()
-    return load_state(Ranks.of(group), Path(path), state, strict, verify)
+    ranks = Ranks.of(group)
+    ranks.on_all(BACKGROUND.settle, "prepare")
+    return load_state(ranks, Path(path), state, strict, verify)

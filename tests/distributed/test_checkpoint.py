@@ -21,6 +21,7 @@ from cluster import Cluster
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import CheckpointError, CheckpointExistsError, CheckpointMismatchError
 from fullshard.runtime.checkpoint import saving
+from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.whole.tensors import full_tensor
 
 
@@ -459,3 +460,78 @@ def check_parts(rank: int, root: str) -> None:
 
 def test_adapters_alone(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(check_parts, str(tmp_path), world_size=2)
+
+
+# -- ranks that do not do the same -------------------------------------------------------------------------------------
+
+
+def check_disagreements(rank: int, root: str) -> None:
+    job = sharded(1, init_device_mesh("cpu", (2,)))
+    rows = dict(job[0].named_parameters())
+    checkpoint.save(root, state_of(job), step=1)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 do not save the same: .* \(40, None, False\) and \(41, "):
+        checkpoint.save(root, state_of(job), step=40 + rank, keep=None)
+    some = {"rows": {"wide": rows["wide"]} if rank == 0 else {}}
+    with pytest.raises(CheckpointError, match=r"rows.* (divided over ranks that do not all have it|on one rank)"):
+        checkpoint.save(root, some, step=2, keep=1)
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    if rank == 0:
+        model["b"].weight = model["a"].weight
+    with pytest.raises(CheckpointError, match=r"model/b.weight' is tied to 'model/a.weight' on some ranks"):
+        checkpoint.save(root, {"model": model}, step=2, keep=1)
+    with pytest.raises(fullshard.errors.MisuseError, match=r"ranks 0 and 1 do not call the same"):
+        Ranks.of(None).exchange(1, ("write", "read")[rank])
+    assert sorted(path.name for path in Path(root).iterdir()) == ["latest", "step-1"]
+    checkpoint.load(root, state_of(job))
+
+
+def test_ranks_that_do_not_save_the_same_lose_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_disagreements, str(tmp_path), world_size=2)
+
+
+def check_unseen_error(rank: int, root: str) -> None:
+    """One rank has looked at the error of a save in the background, the other has not: all raise it at the next one."""
+    job = sharded(1, init_device_mesh("cpu", (2,)))
+    write = saving.write_file
+
+    def broken(*arguments: Any) -> Any:
+        raise CheckpointError("the disk is gone")
+
+    saving.write_file = broken
+    try:
+        pending = checkpoint.async_save(root, state_of(job), step=1)
+        pending.wait()
+    finally:
+        saving.write_file = write
+    if rank == 0:
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            pending.result()
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        checkpoint.save(root, state_of(job), step=2)
+    checkpoint.save(root, state_of(job), step=2)
+
+
+def test_an_error_that_one_rank_has_seen_is_raised_by_all(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_unseen_error, str(tmp_path), world_size=2)
+
+
+def test_an_interrupted_wait_does_not_give_the_copy_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, write = threading.Event(), saving.write_file
+    monkeypatch.setattr(saving, "write_file", lambda *arguments: (gate.wait(20), write(*arguments))[1])
+    model = nn.Linear(2, 2)
+    nn.init.zeros_(model.weight)
+    pending = checkpoint.async_save(tmp_path, {"model": model}, step=1)
+    wait = pending.wait
+
+    def interrupted(timeout: float | None = None) -> None:
+        monkeypatch.setattr(pending, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pending, "wait", interrupted)
+    nn.init.ones_(model.weight)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.async_save(tmp_path, {"model": model}, step=2)
+    gate.set()
+    checkpoint.async_save(tmp_path, {"model": model}, step=2).result()
+    checkpoint.load(tmp_path / "step-1", {"model": model})
+    assert not model.weight.any()

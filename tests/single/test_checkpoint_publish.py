@@ -116,6 +116,19 @@ def test_a_checkpoint_whose_replacement_was_interrupted_comes_back(tmp_path: Pat
     assert names(tmp_path) == ["latest", "step-1", "step-2"]
 
 
+@pytest.mark.parametrize("renamed", [False, True])
+def test_an_interrupted_replacement_does_not_move_latest(tmp_path: Path, renamed: bool) -> None:
+    for step in (60, 100):
+        save(tmp_path, step)
+    (tmp_path / ".step-60.abc.tmp").mkdir()  # of a job that was killed before the new one took its name
+    (tmp_path / ".latest.abc").write_text("step-60\n")
+    if renamed:
+        (tmp_path / "step-60").rename(tmp_path / ".step-60.abc.old")
+    remove_leftovers(tmp_path)
+    assert latest(tmp_path) == tmp_path / "step-100"
+    assert names(tmp_path) == ["latest", "step-100", "step-60"]
+
+
 @pytest.mark.parametrize("text", ["step-3", "../elsewhere", "step-1/../..", "", "step-01", "\0"])
 def test_latest_is_only_a_hint(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     """B115: what it says is never a path."""

@@ -570,7 +570,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path, capsys: pytest.Capture
 
 def test_what_is_replaced_comes_back_if_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "precious").touch()
+    (tmp_path / "folder" / "config.json").touch()
     with pytest.raises(CheckpointExistsError), new_path(tmp_path / "folder", overwrite=False):
         pass
 
@@ -581,7 +581,7 @@ def test_what_is_replaced_comes_back_if_it_cannot_be(tmp_path: Path, monkeypatch
     with pytest.raises(RuntimeError, match="No space left"), new_path(tmp_path / "folder", overwrite=True) as path:
         path.mkdir()
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
-    assert (tmp_path / "folder" / "precious").exists()
+    assert (tmp_path / "folder" / "config.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fullshard import errors
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, MisuseError
 from fullshard.runtime.collectives import Call, Messages, limit_of, messages_of
 from fullshard.runtime.failures.postmortem import explained_between
 
@@ -22,7 +22,7 @@ _SHARED = {
     for kind in (
         ValueError,
         TypeError,
-        errors.MisuseError,
+        MisuseError,
         errors.CheckpointError,
         errors.CheckpointExistsError,
         errors.CheckpointDamagedError,
@@ -80,12 +80,20 @@ class Ranks:
 
         Raises:
             CommunicationError: A rank did not take part within the time limit of the group.
+            MisuseError: A rank does something else; on all ranks.
         """
         if self.messages is None:
             return [value]
         what = f"{what} of a checkpoint"
         with explained_between(self.members, what):
-            return self.messages.exchange(value, Call(what, "", 0), self.limit)
+            told = self.messages.exchange((what, value), Call(what, "", 0), self.limit)
+        for rank, (doing, _) in enumerate(told):
+            if doing != told[0][0]:
+                raise MisuseError(
+                    f"ranks {self.members[0]} and {self.members[rank]} do not call the same: {told[0][0]}, and "
+                    f"{doing}. All ranks must save and load in the same order"
+                )
+        return [each for _, each in told]
 
     def on_all(self, action: Callable[[], T], what: str) -> list[T]:
         """Run `action` on every rank. All get all results, or raise the error of the first rank that has one."""

@@ -42,6 +42,10 @@ class PendingSave:
         """Whether it has ended, well or not."""
         return not self._thread.is_alive()
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, well or not."""
+        self._thread.join(timeout)
+
     def result(self, timeout: float | None = None) -> Path:
         """Wait until it is on the disk and visible; returns its folder.
 
@@ -53,7 +57,7 @@ class PendingSave:
             CheckpointError: It could not be written.
             CommunicationError: A rank is gone.
         """
-        self._thread.join(timeout)
+        self.wait(timeout)
         if not self.done():
             raise TimeoutError(f"the checkpoint is not written within {timeout} s")
         if self._error is not None:
@@ -72,8 +76,12 @@ class Background:
 
     def settle(self) -> None:
         """Wait for the pending save, if there is one. Raises its error, unless the user has seen it."""
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.error_seen:
+        pending = self._pending
+        if pending is None:
+            return
+        pending.wait()
+        self._pending = None  # not before: whoever interrupts the wait must not get its memory
+        if not pending.error_seen:
             pending.result()
 
     def start(self, save: Save) -> PendingSave:

@@ -47,12 +47,13 @@ class Description:
 
     def written(self, shared: Shared, rank: int) -> dict[str, torch.Tensor]:
         """The tensors of this rank's file, by name, sharing memory with what they are of."""
-        divisions, tensors = shared.divisions, shared.tensors
-        return {
-            name: held.tensor
-            for name, held in self.held.items()
-            if name in self.own or divisions[tensors[name].division].box(held.shape, rank) is not None
-        }
+
+        def is_written(name: str, held: Held) -> bool:
+            if name in self.own:
+                return held.tensor.numel() > 0
+            return shared.divisions[shared.tensors[name].division].box(held.shape, rank) is not None
+
+        return {name: held.tensor for name, held in self.held.items() if is_written(name, held)}
 
 
 def describe(state: Mapping[str, Any], ranks: Ranks) -> Description:
@@ -104,7 +105,7 @@ def _compare_twins(ranks: Ranks, twins: Mapping[str, tuple[Division, ...]], held
     for name, (first, *others) in twins.items():
         for other in others:
             pairs = zip(first.ranks, other.ranks, strict=True)
-            if any(sums[one][name] != sums[two][name] for one, two in pairs):
+            if any(sums[one].get(name) != sums[two].get(name) for one, two in pairs):
                 raise CheckpointError(
                     f"tensor {name!r} on ranks {list(first.ranks)} is not that on ranks {list(other.ranks)}, though it "
                     "has the same name. If it is meant to be the same, the ranks have drifted apart; if it is not "

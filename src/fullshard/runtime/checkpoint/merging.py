@@ -62,6 +62,7 @@ def merge(told: Sequence[Told]) -> Shared:
     merger = _Merger()
     for rank, own in enumerate(told):
         merger.add(rank, own)
+    merger.check_aliases()
     twins = {name: tuple(merger.divisions[number] for number in found) for name, found in merger.twins.items()}
     values = _values([own.values for own in told])
     return Shared(tuple(merger.divisions), merger.tensors, merger.aliases, values, twins)
@@ -91,7 +92,21 @@ class _Merger:
             if number == PLAIN:
                 plain = plain if plain >= 0 else self._number(Division.whole_on(rank))
             self.tensors[name] = TensorEntry(shape, dtype, plain if number == PLAIN else numbers[number])
-        self.aliases.update(own.aliases)
+        for alias, name in own.aliases.items():
+            if self.aliases.setdefault(alias, name) != name:
+                raise CheckpointError(
+                    f"{alias!r} is tied to {name!r} on rank {rank}, but to {self.aliases[alias]!r} on another: tie the "
+                    "same parameters on all ranks"
+                )
+
+    def check_aliases(self) -> None:
+        """A name that is tied on one rank must not be a tensor of its own on another."""
+        for alias, name in self.aliases.items():
+            if alias in self.tensors or name not in self.tensors:
+                raise CheckpointError(
+                    f"{alias!r} is tied to {name!r} on some ranks, and a tensor of its own on others: tie the same "
+                    "parameters on all ranks, or let each set of ranks save to a folder of its own with group="
+                )
 
     def _number(self, division: Division) -> int:
         if division not in self._numbers:

@@ -35,6 +35,7 @@ LATEST_FILE = "latest"
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
 _POINTER = re.compile(rf"\.{LATEST_FILE}\.([0-9a-f]+)", re.ASCII)
 _HIDDEN = re.compile(r"\.(step-(?:0|[1-9]\d{0,17}))\.([0-9a-f]+)\.(new|tmp|old|gone)", re.ASCII)
+MAX_STEP = 10**18  # as many digits as a folder's name may have
 _LOG = logging.getLogger("fullshard")
 # Where a file system has no locks: after this long without a change a folder is taken for left.
 _ABANDONED_SECONDS = 24 * 3600.0
@@ -205,14 +206,19 @@ def remove_leftovers(root: Path) -> None:
             with suppress(OSError):
                 path.rename(root / name)
             continue
+        if kind == "tmp":  # it was not published, so its pointer must not count for an older checkpoint of the step
+            (root / f".{LATEST_FILE}.{nonce}").unlink(missing_ok=True)
         _LOG.info("removing %s, which an interrupted job has left", path)
         shutil.rmtree(path, ignore_errors=True)
     for pointer, name, nonce in _pointers(root):
-        if _counts(root, name, nonce):
-            with suppress(FileNotFoundError):
+        # Asked once: a job that is alive may publish, and move its pointer itself, at any moment.
+        if (root / f".{name}.{nonce}.tmp").exists():
+            continue
+        with suppress(FileNotFoundError):
+            if (root / name).is_dir():
                 pointer.replace(root / LATEST_FILE)
-        elif not (root / f".{name}.{nonce}.tmp").exists():
-            pointer.unlink(missing_ok=True)
+            else:
+                pointer.unlink()
 
 
 def _pointers(root: Path) -> list[tuple[Path, str, str]]:
@@ -239,7 +245,7 @@ def _make_locked(new: Path, final: Path) -> int:
     new.mkdir()
     lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
     with suppress(OSError):  # some network file systems have no locks
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # nobody holds it for longer than it takes to ask
     new.rename(final)
     return lock
 

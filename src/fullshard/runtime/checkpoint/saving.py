@@ -19,7 +19,7 @@ from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.collector import no_collection
 from fullshard.runtime.checkpoint.describing import Description, agree, describe
 from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
-from fullshard.runtime.checkpoint.publish import Draft, prune
+from fullshard.runtime.checkpoint.publish import MAX_STEP, Draft, prune
 
 Tensors = dict[str, torch.Tensor]
 
@@ -45,11 +45,16 @@ class Where:
     @classmethod
     def checked(cls, root: str | os.PathLike[str], step: int, keep: int | None, overwrite: bool) -> Where:
         """Validate arguments of the public functions."""
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step must be an integer of at least 0, got {step!r}")
+        if type(step) is not int or not 0 <= step < MAX_STEP:
+            raise ValueError(f"step must be an integer of at least 0 and below {MAX_STEP}, got {step!r}")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep must be None or an integer of at least 1, got {keep!r}")
         return cls(Path(root), step, keep, overwrite)
+
+    @property
+    def terms(self) -> tuple[int, int | None, bool]:
+        """What must be the same on all ranks; they may know the folder by other paths."""
+        return self.step, self.keep, self.overwrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +138,21 @@ class Save:
                 f"{self._path} is not there, though the first rank has made it: all ranks must see the same folder, "
                 "so on several hosts it must be on a shared file system"
             )
+        self._check_complete()
         pieces = [piece_of(name, tensor) for name, tensor in self._tensors.items()]
         return _Report(write_file(self._path / file_name(self._ranks.rank), pieces), self._own, self._values)
+
+    def _check_complete(self) -> None:
+        """What all ranks say that this one has, it has: a checkpoint that lacks it could not be loaded."""
+        shared, rank = self._shared, self._ranks.rank
+        for name, entry in shared.tensors.items():
+            box = shared.divisions[entry.division].box(entry.shape, rank)
+            found = self._tensors.get(name)
+            if box is not None and (found is None or tuple(found.shape) != box.sizes):
+                raise CheckpointError(
+                    f"tensor {name!r} is divided over ranks that do not all have it: give the same state on all ranks "
+                    "(the same patterns to only(...), no tensors under `if rank == 0`)"
+                )
 
     def _publish(self, reports: list[_Report]) -> Path:
         assert self._draft is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from fullshard.errors import CheckpointError, CheckpointExistsError
 from fullshard.runtime.checkpoint.files.writing import Piece
 
 _STAGING_BYTES = 8 << 20
+_WRITTEN = re.compile(r"config\.json|model.*\.safetensors(\.index\.json)?|\.metadata|__\d+_\d+\.distcp")
 
 
 @contextmanager
@@ -30,6 +32,7 @@ def new_path(path: Path, overwrite: bool) -> Iterator[Path]:
     """
     if (path.exists() or path.is_symlink()) and not overwrite:
         raise CheckpointExistsError(f"{path} exists; name another place, or give --overwrite")
+    _refuse_foreign(path)
     new, old = (path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}") for kind in ("tmp", "old"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +50,17 @@ def new_path(path: Path, overwrite: bool) -> Iterator[Path]:
             old.rename(path)
         _remove(new)
         _remove(old)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder is replaced only if nothing is in it that these commands did not write."""
+    if path.is_dir() and not path.is_symlink():
+        foreign = sorted(entry.name for entry in path.iterdir() if not _WRITTEN.fullmatch(entry.name))
+        if foreign:
+            raise CheckpointExistsError(
+                f"{path} holds {foreign[0]!r}, which is nothing that is written here, so it is not replaced: name "
+                "another place, or remove it yourself"
+            )
 
 
 def _remove(path: Path) -> None:
