@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import weakref
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ _Value = TypeVar("_Value")
 
 # Connections are made once for a set of ranks, and go with the job's process group.
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Messages]] = weakref.WeakKeyDictionary()
+# Its threads must have ended before the interpreter is torn down, or they end the process by SIGABRT.
+atexit.register(_MADE.clear)
 
 
 class Messages:
