@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import test_optim_state
 import torch
 import torch.distributed as dist
 from memory_checkpoint import Stored, load, save
@@ -29,27 +30,13 @@ from fullshard.runtime.checkpoint.state.special import RandomState, only, per_ra
 from fullshard.runtime.dtensors import local_of
 
 
-class Odd(nn.Module):
-    """Dims 1, 2, 3, 5, 7 and 0, a 0-d parameter, a tied pair, a frozen layer, one that gets no gradient, buffers."""
+class Odd(test_optim_state.Odd):
+    """With buffers, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(7, 3)
-        self.first = nn.Linear(3, 5)
-        self.second = nn.Linear(5, 3)
-        self.narrow = nn.Linear(3, 1)
-        self.head = nn.Linear(3, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, 2))
-        self.unused = nn.Linear(2, 2)
-        self.frozen = nn.Linear(3, 3).requires_grad_(False)
         self.register_buffer("seen", torch.tensor([1, 2]))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.frozen(self.second(self.first(self.embedding(tokens)).relu()) * self.scale)
-        return self.head(x) * self.narrow(x)
 
 
 class Wide(nn.Module):

@@ -20,6 +20,8 @@ from fullshard.core.layout import row_range
 
 Shape = tuple[int, ...]
 
+# Replicas share the writing of pieces from this size on; below it, one entry more in each file costs more.
+SHARED_PIECE_BYTES = 64 << 10
 _MOST_REMEMBERED = 4096  # answers of one kind
 
 _Key = TypeVar("_Key", bound=tuple[Any, ...])
@@ -177,6 +179,29 @@ class Division:
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether tensors of this shape can be divided so."""
         return self._least_dims <= len(shape)
+
+
+def shared_splits(
+    shape: Shape, itemsize_bytes: int, mesh: Shape, splits: tuple[tuple[int, int], ...], replicated: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Further splits, by which replicas of a piece each write a part of it.
+
+    Args:
+        shape: Of the whole tensor.
+        itemsize_bytes: Bytes of an element.
+        mesh: Size of each mesh axis.
+        splits: Those by which it is divided.
+        replicated: Axes along which ranks hold the same.
+    """
+    largest = list(shape)
+    for dim, axis in splits:
+        largest[dim] = -(-largest[dim] // mesh[axis])
+    made: list[tuple[int, int]] = []
+    for axis in replicated if shape else ():
+        if prod(largest) * itemsize_bytes >= SHARED_PIECE_BYTES and largest[0] > 1:
+            made.append((0, axis))
+            largest[0] = -(-largest[0] // mesh[axis])
+    return tuple(made)
 
 
 def _remembered(known: dict[_Key, _Answer], key: _Key, find: Callable[..., Any]) -> _Answer:

@@ -81,6 +81,11 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
     rank_state: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
     def resolve(self, name: str) -> str:
         """The name under which a tensor lies in the files, of any of its names."""
         return self.aliases.get(name, name)
@@ -274,7 +279,7 @@ def _check_together(manifest: Manifest) -> None:
     for rank, file in enumerate(manifest.files):
         if file.name != file_name(rank):  # anything else could lead out of the folder
             _fail(f"files[{rank}].name", repr(file_name(rank)), file.name)
-    needed, there = sum(t.nbytes for t in manifest.tensors.values()), sum(file.nbytes for file in manifest.files)
+    needed, there = manifest.nbytes, sum(file.nbytes for file in manifest.files)
     if needed > there:  # memory would be taken for what no file can hold
         _fail("tensors", f"at most the {there} bytes of the files", f"tensors of {needed} bytes")
     if len(manifest.rank_state) not in (0, manifest.world_size):

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from fullshard.core.ckpt.manifest import DTYPE_BYTES, Manifest
-from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.collector import no_collection
-from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
-from fullshard.runtime.checkpoint.publish import latest
+from fullshard.runtime.checkpoint.files.folder import Checkpoint
+from fullshard.runtime.checkpoint.publish import find
 from fullshard.runtime.checkpoint.state.load import Targets, refuse_unexpected, targets
 
 _LOG = logging.getLogger("fullshard")
@@ -48,7 +47,7 @@ class Loaded:
 
 def load_state(ranks: Ranks, path: Path, state: Mapping[str, Any], strict: Strict, verify: bool) -> Loaded:
     """Load `state` from a checkpoint, or from the newest one in a folder; see `fullshard.checkpoint.load`."""
-    folder = ranks.on_first(lambda: _find(path), "find")
+    folder = ranks.on_first(lambda: find(path), "find")
     with ExitStack() as stack:
         found: list[tuple[Checkpoint, Targets]] = []
 
@@ -74,22 +73,12 @@ def load_state(ranks: Ranks, path: Path, state: Mapping[str, Any], strict: Stric
     return Loaded(folder, manifest.step, manifest.world_size, wanted.values, wanted.missing, not_wanted, wanted.skipped)
 
 
-def _find(path: Path) -> Path:
-    if (path / MANIFEST_FILE).exists():
-        return path
-    found = latest(path)
-    if found is None:
-        what = "there is no such folder" if not path.exists() else f"it has no {MANIFEST_FILE}, and no step-N in it has"
-        raise CheckpointError(f"no complete checkpoint in {path}: {what}")
-    return found
-
-
 def _reads_overlap(manifest: Manifest, wanted: Targets, world_size: int) -> bool:
     """Whether several ranks read the same bytes, as replicas do: the second on a host finds them in the cache."""
     wanted_bytes = sum(
         box.numel * DTYPE_BYTES[manifest.tensors[manifest.resolve(n)].dtype] for n, box, _ in wanted.reads
     )
-    return wanted_bytes * world_size > 1.5 * sum(entry.nbytes for entry in manifest.tensors.values())
+    return wanted_bytes * world_size > 1.5 * manifest.nbytes
 
 
 @torch.no_grad()

@@ -73,9 +73,9 @@ class Draft:
             remove_leftovers(root)
             self._refuse_existing()
             self._lock = _make_locked(self._hidden("new"), self.path)
+        except CheckpointError:
+            raise
         except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"cannot begin a checkpoint in {root}: {error.strerror or error}") from error
 
     def publish(self, manifest: Manifest) -> Path:
@@ -87,17 +87,17 @@ class Draft:
         """
         try:
             _write_durably(self.path / MANIFEST_FILE, manifest_bytes(manifest))
-            _sync(self.path)
+            sync_folder(self.path)
             # First: who dies between the two renames has told by this that the new checkpoint is the latest one.
             _write_durably(self._pointer, f"{self._final.name}\n".encode())
             self._rename()
-            _sync(self._root)
+            sync_folder(self._root)
             with suppress(FileNotFoundError):  # another job, which took this one for dead, has done it
                 self._pointer.replace(self._root / LATEST_FILE)
-            _sync(self._root)
+            sync_folder(self._root)
+        except CheckpointError:
+            raise
         except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"cannot publish {self._final}: {error.strerror or error}") from error
         finally:
             self._release()
@@ -162,7 +162,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
         Its folder, or None if there is none.
     """
     found = steps(Path(root))
-    named = _named(Path(root))
+    named = named_step(Path(root))
     for step in sorted(found, key=lambda step: (step == named, step), reverse=True):
         try:
             read_manifest(found[step])
@@ -175,10 +175,25 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return None
 
 
+def find(path: Path) -> Path:
+    """The folder of a checkpoint: `path` itself, or the newest complete one in it.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (path / MANIFEST_FILE).exists():
+        return path
+    found = latest(path)
+    if found is None:
+        what = "there is no such folder" if not path.exists() else f"it has no {MANIFEST_FILE}, and no step-N in it has"
+        raise CheckpointError(f"no complete checkpoint in {path}: {what}")
+    return found
+
+
 def prune(root: Path, keep: int) -> None:
     """Delete all but the checkpoints of the `keep` highest steps, and the one that `latest` names."""
     found = steps(root)
-    named = _named(root)
+    named = named_step(root)
     for step in sorted(found)[:-keep]:
         if step != named:
             path = found[step]
@@ -282,7 +297,7 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
 
 
-def _named(root: Path) -> int | None:
+def named_step(root: Path) -> int | None:
     """The step that `latest` names, or is about to, if it can be read."""
     for pointer, name, nonce in reversed(_pointers(root)):
         if _counts(root, name, nonce):
@@ -307,7 +322,7 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Ask the disk to keep the entries of a folder; without it a power cut can take a renamed one back."""
     handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -138,19 +138,19 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from fullshard.runtime.checkpoint.publish import find
     from fullshard.tools.ckpt.look import describe, show_checkpoint
-    from fullshard.tools.ckpt.own import find_checkpoint
 
-    path = find_checkpoint(options.checkpoint)
+    path = find(options.checkpoint)
     _say(json.dumps(describe(path)) if options.json else show_checkpoint(path, options.tensors))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from fullshard.runtime.checkpoint.publish import find
     from fullshard.tools.ckpt.look import byte_text, verify
-    from fullshard.tools.ckpt.own import find_checkpoint
 
-    path = find_checkpoint(options.checkpoint)
+    path = find(options.checkpoint)
     verdict = verify(path)
     if verdict.problems:
         _say("\n".join(f"DAMAGED: {problem}" for problem in verdict.problems))
@@ -160,27 +160,27 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
+    from fullshard.runtime.checkpoint.publish import find
     from fullshard.tools.ckpt.convert import merge
-    from fullshard.tools.ckpt.own import find_checkpoint
 
-    notes = merge(find_checkpoint(options.checkpoint), options.out, _wish(options), options.optimizer)
+    notes = merge(find(options.checkpoint), options.out, _wish(options), options.optimizer)
     return _done(options.out, notes)
 
 
 def _reshard(options: argparse.Namespace) -> int:
+    from fullshard.runtime.checkpoint.publish import find
     from fullshard.tools.ckpt.convert import reshard
-    from fullshard.tools.ckpt.own import find_checkpoint
 
     layout = _layout(options)
-    path, notes = reshard(find_checkpoint(options.checkpoint), options.out, layout, options.overwrite)
+    path, notes = reshard(find(options.checkpoint), options.out, layout, options.overwrite)
     return _done(path, notes)
 
 
 def _export(options: argparse.Namespace) -> int:
+    from fullshard.runtime.checkpoint.publish import find
     from fullshard.tools.ckpt.convert import export
-    from fullshard.tools.ckpt.own import find_checkpoint
 
-    return _done(options.out, export(find_checkpoint(options.checkpoint), options.out, options.form, _wish(options)))
+    return _done(options.out, export(find(options.checkpoint), options.out, options.form, _wish(options)))
 
 
 def _import(options: argparse.Namespace) -> int:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fullshard.core.ckpt.boxes import Box, Division
 from fullshard.core.ckpt.manifest import Manifest, file_name
-from fullshard.errors import CheckpointDamagedError, CheckpointError
-from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, read_manifest
-from fullshard.runtime.checkpoint.files.reading import PORTION_BYTES, Buffer, TensorFile, open_regular
-from fullshard.runtime.checkpoint.publish import LATEST_FILE, leftovers, step_name, steps
-from fullshard.tools.ckpt.own import total_bytes
+from fullshard.errors import CheckpointError
+from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint, Examined, read_manifest
+from fullshard.runtime.checkpoint.publish import leftovers, named_step, steps
 
 _SHOWN_RANKS = 4
 
@@ -54,21 +50,10 @@ def list_root(root: Path) -> dict[str, Any]:
             row.update(bytes=sum(file.nbytes for file in manifest.files), world_size=manifest.world_size)
         found.append(row)
     complete = [row["step"] for row in found if row["complete"]]
-    named = _named(root)
+    named = named_step(root)
     newest = named if named in complete else max(complete, default=None)
     left = [{"path": str(path), "in_use": used} for path, used in leftovers(root)]
     return {"root": str(root), "latest": newest, "checkpoints": found, "leftovers": left}
-
-
-def _named(root: Path) -> int | None:
-    """The step that the file `latest` names."""
-    try:
-        file, _ = open_regular(root / LATEST_FILE)
-    except CheckpointError:
-        return None
-    with os.fdopen(file, "rb") as opened:
-        text = opened.read(64).decode("ascii", "replace").strip()
-    return next((step for step in steps(root) if text == step_name(step)), None)
 
 
 def show_root(listing: dict[str, Any]) -> str:
@@ -137,7 +122,7 @@ def show_checkpoint(path: Path, with_tensors: bool) -> str:
         ("checkpoint", str(path)),
         ("step", str(manifest.step)),
         ("ranks", str(manifest.world_size)),
-        ("tensors", f"{len(manifest.tensors)}, {byte_text(total_bytes(manifest))}"),
+        ("tensors", f"{len(manifest.tensors)}, {byte_text(manifest.nbytes)}"),
         ("files", byte_text(sum(file.nbytes for file in manifest.files))),
         ("dtypes", ", ".join(f"{dtype} {byte_text(count)}" for dtype, count in dtypes.most_common())),
         *(("key", f"{key}: {count} tensors") for key, count in keys.items()),
@@ -183,68 +168,23 @@ def _short(value: Any) -> str:
 # -- verify
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What verifying found.
-
-    Attributes:
-        problems: What is damaged, sentence by sentence; empty if nothing is.
-        nbytes: Bytes of tensors that were read and are as they were written.
-    """
-
-    problems: list[str]
-    nbytes: int
-
-
-def verify(path: Path) -> Verdict:
+def verify(path: Path) -> Examined:
     """Read every byte of a checkpoint and compare it with its checksums. Goes on after damage, to name all of it."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return Verdict([str(error)], 0)
+        return Examined([str(error)], 0)
     problems: list[str] = []
     good = 0
-    buffer = Buffer()
-    for rank in range(manifest.world_size):
-        try:
-            file = TensorFile(path / file_name(rank), manifest.files[rank], buffer)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        try:
-            for name, box in _differing(manifest, rank, file, problems):
-                good += _verify_tensor(file, name, box, problems)
-        finally:
-            file.close()
+    with Checkpoint(path, manifest=manifest) as checkpoint:
+        for rank in range(manifest.world_size):
+            try:
+                found = checkpoint.examine(rank)
+            except CheckpointError as error:
+                problems.append(str(error))
+            else:
+                problems += found.problems
+                good += found.nbytes
     known = {MANIFEST_FILE, *(file_name(rank) for rank in range(manifest.world_size))}
     problems += [f"{place} is no part of the checkpoint" for place in sorted(path.iterdir()) if place.name not in known]
-    return Verdict(problems, good)
-
-
-def _differing(manifest: Manifest, rank: int, file: TensorFile, problems: list[str]) -> Iterator[tuple[str, Box]]:
-    """Pieces that a file should hold and does; about others a problem is noted."""
-    pieces = manifest.pieces(rank)
-    extra = sorted(file.spans.keys() - pieces.keys())
-    if extra:
-        problems.append(f"{file.path} holds {', '.join(extra[:5])}, of which the manifest says nothing")
-    for name, box in pieces.items():
-        span, dtype = file.spans.get(name), manifest.tensors[name].dtype
-        if span is None or span.shape != box.sizes or span.dtype != dtype:
-            found = "nothing" if span is None else f"{span.dtype} {list(span.shape)}"
-            problems.append(f"{file.path}: expected {dtype} {list(box.sizes)} of tensor {name!r}, found {found}")
-        else:
-            yield name, box
-
-
-def _verify_tensor(file: TensorFile, name: str, box: Box, problems: list[str]) -> int:
-    """Bytes of a piece that are as they were written."""
-    good, nbytes = 0, file.spans[name].nbytes
-    for start in range(0, nbytes, PORTION_BYTES):
-        stop = min(start + PORTION_BYTES, nbytes)
-        try:
-            file.portion(name, start, stop)
-        except CheckpointDamagedError as error:
-            problems.append(f"{error} (the piece is {box} of the tensor)")
-        else:
-            good += stop - start
-    return good
+    return Examined(problems, good)

@@ -17,6 +17,7 @@ import torch
 from fullshard.core.ckpt.manifest import DTYPE_BYTES
 from fullshard.errors import CheckpointError, CheckpointExistsError
 from fullshard.runtime.checkpoint.files.writing import Piece
+from fullshard.runtime.checkpoint.publish import sync_folder
 
 _STAGING_BYTES = 8 << 20
 _WRITTEN = re.compile(r"config\.json|model.*\.safetensors(\.index\.json)?|\.metadata|__\d+_\d+\.distcp")
@@ -40,10 +41,10 @@ def new_path(path: Path, overwrite: bool) -> Iterator[Path]:
         if path.is_dir() and not path.is_symlink():
             path.rename(old)  # a folder is not replaced in one step
         new.replace(path)
-        _sync(path.parent)
+        sync_folder(path.parent)
+    except CheckpointError:
+        raise
     except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         if old.exists() and not path.exists():
@@ -68,14 +69,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Output:

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.ckpt.boxes import Division
-from fullshard.core.ckpt.manifest import DTYPE_BYTES, Manifest, TensorEntry, file_name
+from fullshard.core.ckpt.boxes import Division, shared_splits
+from fullshard.core.ckpt.manifest import Manifest, TensorEntry, file_name
 from fullshard.errors import CheckpointError
-from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint
+from fullshard.runtime.checkpoint.files.folder import Checkpoint
 from fullshard.runtime.checkpoint.files.memory import dtype_name
 from fullshard.runtime.checkpoint.files.writing import write_file
-from fullshard.runtime.checkpoint.publish import Draft, latest
+from fullshard.runtime.checkpoint.publish import Draft
 from fullshard.tools.ckpt.pieces import Stream
 from fullshard.tools.ckpt.sources import OwnTensor, Source
-
-# Replicas share the writing of pieces from this size on, as when ranks save.
-_SHARED_BYTES = 64 << 10
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The folder of a checkpoint: `path` itself, or the newest complete one in it.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    if (path / MANIFEST_FILE).exists():
-        return path
-    found = latest(path)
-    if found is None:
-        what = "there is no such folder" if not path.exists() else f"it has no {MANIFEST_FILE}, and no step-N in it has"
-        raise CheckpointError(f"no complete checkpoint in {path}: {what}")
-    return found
 
 
 def own_source(checkpoint: Checkpoint) -> Source:
@@ -66,11 +47,9 @@ class Layout:
         if not shape:
             return Division.whole_on(0)
         mesh = (self.replicas, self.shards) if self.replicas > 1 else (self.shards,)
-        splits = [(0, len(mesh) - 1)]
-        rows = -(-shape[0] // self.shards)
-        if self.replicas > 1 and rows > 1 and rows * prod(shape[1:]) * itemsize >= _SHARED_BYTES:
-            splits.append((0, 0))
-        return Division(mesh, tuple(range(self.world_size)), tuple(splits))
+        splits = ((0, len(mesh) - 1),)
+        shared = shared_splits(shape, itemsize, mesh, splits, range(len(mesh) - 1))
+        return Division(mesh, tuple(range(self.world_size)), splits + shared)
 
 
 @dataclass(frozen=True)
@@ -141,8 +120,3 @@ def rank_of(name: str) -> int | None:
     """The rank that alone has a tensor, by its name (`KEY@R/...`), or None."""
     _, at, number = name.partition("/")[0].rpartition("@")
     return int(number) if at and number.isdecimal() else None
-
-
-def total_bytes(manifest: Manifest) -> int:
-    """Bytes of all tensors of a checkpoint."""
-    return sum(prod(entry.shape) * DTYPE_BYTES[entry.dtype] for entry in manifest.tensors.values())

@@ -6,6 +6,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -58,20 +59,34 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointDamagedError(f"{path}: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What verifying every byte of a file, or of all files, has found.
+
+    Attributes:
+        problems: What is damaged, sentence by sentence; empty if nothing is.
+        nbytes: Bytes of tensors that were read and are as they were written.
+    """
+
+    problems: list[str]
+    nbytes: int
+
+
 class Checkpoint:
     """A checkpoint in a folder. Nothing is read but what is asked for, through one buffer.
 
     Args:
         path: The folder itself may be reached by a link; nothing in it may be one.
         verify: Compare what is read with its checksums.
+        manifest: If it has been read already.
 
     Raises:
         CheckpointDamagedError: It has no manifest, or one that is damaged.
     """
 
-    def __init__(self, path: Path, verify: bool = True) -> None:
+    def __init__(self, path: Path, verify: bool = True, manifest: Manifest | None = None) -> None:
         self.path = path
-        self.manifest = read_manifest(path)
+        self.manifest = manifest or read_manifest(path)
         self._verify = verify
         self._direct = False
         self._buffer = Buffer()
@@ -129,7 +144,9 @@ class Checkpoint:
             part = piece.overlap(box)
             assert part is not None
             file = self._open(rank)
-            self._check_span(file, name, piece)
+            wrong = self._wrong_span(file, name, piece)
+            if wrong:
+                raise CheckpointDamagedError(wrong)
             target = out[part.within(box)] if box.sizes else out
             _copy_part(file, name, piece, part, target)
 
@@ -139,15 +156,37 @@ class Checkpoint:
         Raises:
             CheckpointDamagedError: It is not as it was written.
         """
+        found = self.examine(rank)
+        if found.problems:
+            raise CheckpointDamagedError(found.problems[0])
+
+    def examine(self, rank: int) -> Examined:
+        """The same, to the end: damage does not end it.
+
+        Raises:
+            CheckpointError: The file cannot be opened, or not even its header is as it was written.
+        """
         file = self._open(rank)
         pieces = self.manifest.pieces(rank)
-        unexpected = sorted(file.spans.keys() - pieces.keys())
-        if unexpected:
-            raise CheckpointDamagedError(f"{file.path} holds {unexpected[:5]}, of which the manifest says nothing")
+        problems, good = [], 0
+        extra = sorted(file.spans.keys() - pieces.keys())
+        if extra:
+            problems.append(f"{file.path} holds {', '.join(extra[:5])}, of which the manifest says nothing")
         for name, piece in pieces.items():
-            self._check_span(file, name, piece)
-            for start in range(0, file.spans[name].nbytes, PORTION_BYTES):
-                file.portion(name, start, min(start + PORTION_BYTES, file.spans[name].nbytes))
+            wrong = self._wrong_span(file, name, piece)
+            if wrong:
+                problems.append(wrong)
+                continue
+            nbytes = file.spans[name].nbytes
+            for start in range(0, nbytes, PORTION_BYTES):
+                stop = min(start + PORTION_BYTES, nbytes)
+                try:
+                    file.portion(name, start, stop)
+                except CheckpointDamagedError as error:
+                    problems.append(f"{error} (the piece is {piece} of the tensor)")
+                else:
+                    good += stop - start
+        return Examined(problems, good)
 
     def _open(self, rank: int) -> TensorFile:
         file = self._files.pop(rank, None)
@@ -160,14 +199,14 @@ class Checkpoint:
         self._files[rank] = file
         return file
 
-    def _check_span(self, file: TensorFile, name: str, piece: Box) -> None:
+    def _wrong_span(self, file: TensorFile, name: str, piece: Box) -> str:
+        """What is wrong with the entry of a file that shall be a piece of a tensor; nothing if it is that."""
         dtype = self.manifest.tensors[name].dtype
         span = file.spans.get(name)
-        if span is None or span.shape != piece.sizes or span.dtype != dtype:
-            found = "nothing" if span is None else f"{span.dtype} {list(span.shape)}"
-            raise CheckpointDamagedError(
-                f"{file.path}: expected {dtype} {list(piece.sizes)} of tensor {name!r}, found {found}"
-            )
+        if span is not None and span.shape == piece.sizes and span.dtype == dtype:
+            return ""
+        found = "nothing" if span is None else f"{span.dtype} {list(span.shape)}"
+        return f"{file.path}: expected {dtype} {list(piece.sizes)} of tensor {name!r}, found {found}"
 
 
 def _copy_part(file: TensorFile, name: str, piece: Box, part: Box, out: torch.Tensor) -> None:

@@ -146,15 +146,25 @@ class TensorFile:
         return bytes(data)
 
     def _read(self, view: memoryview, start: int) -> None:
-        while view:
-            try:
-                count = os.preadv(self._file, [view], start)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
-            if count == 0:
-                raise CheckpointDamagedError(f"{self.path} ended at byte {start} while it was read: it was cut short")
-            view = view[count:]
-            start += count
+        read_exactly(self._file, view, start, self.path)
+
+
+def read_exactly(file: int, view: memoryview, start: int, path: Path) -> None:
+    """Fill `view` with the bytes of an open file from `start` on; `path` names it.
+
+    Raises:
+        CheckpointDamagedError: It ends before.
+        CheckpointError: It cannot be read.
+    """
+    while view:
+        try:
+            count = os.preadv(file, [view], start)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if count == 0:
+            raise CheckpointDamagedError(f"{path} ended at byte {start} while it was read: it was cut short")
+        view = view[count:]
+        start += count
 
 
 def _check_size(nbytes: int, expected: FileEntry | None) -> None:

@@ -12,13 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fullshard.core.ckpt.boxes import Box, Division
+from fullshard.core.ckpt.boxes import Box, Division, shared_splits
 from fullshard.core.layout import row_range
 from fullshard.runtime.checkpoint.files.memory import dtype_name
 from fullshard.runtime.dtensors import StridedShard, finished, local_of
-
-# Replicas share the writing of pieces from this size on; below it, one entry more in each file costs more.
-SHARED_PIECE_BYTES = 64 << 10
 
 Splits = tuple[tuple[int, int], ...]
 
@@ -69,18 +66,6 @@ class _Way:
         for dim, axis in splits:
             box = box.narrowed(dim, *row_range(box.sizes[dim], self.sizes[axis], self.coordinate[axis]))
         return box
-
-    def shared(self, shape: tuple[int, ...], itemsize: int) -> Splits:
-        """Further splits, by which replicas of a piece each write a part of it. The same on every rank."""
-        largest = list(shape)
-        for dim, axis in self.splits:
-            largest[dim] = -(-largest[dim] // self.sizes[axis])
-        made: list[tuple[int, int]] = []
-        for axis in self.replicate if shape else ():
-            if prod(largest) * itemsize >= SHARED_PIECE_BYTES and largest[0] > 1:
-                made.append((0, axis))
-                largest[0] = -(-largest[0] // self.sizes[axis])
-        return tuple(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +134,8 @@ class Rows:
 
     def _part(self, tensor: DTensor, itemsize: int, name: str) -> _Part:
         shape, way = tuple(tensor.shape), self._way(tensor.device_mesh, tuple(tensor.placements), name)
-        box, shared = way.box(shape, way.splits), way.shared(shape, itemsize)
+        box = way.box(shape, way.splits)
+        shared = shared_splits(shape, itemsize, way.sizes, way.splits, way.replicate)
         splits = way.splits + shared
         ranks = tuple(way.mesh.mesh.flatten().tolist())
         division = Division(way.sizes, ranks, splits)

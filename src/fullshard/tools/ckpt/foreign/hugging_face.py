@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fullshard.core.ckpt.manifest import DTYPE_BYTES, ManifestError, strict_json
+from fullshard.core.ckpt.manifest import ManifestError, strict_json
 from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.runtime.checkpoint.files.memory import torch_dtype
 from fullshard.runtime.checkpoint.files.reading import Buffer, TensorFile
@@ -198,7 +198,7 @@ def dtype_word(pieces: Sequence[Piece]) -> str:
     """The dtype of most of the bytes, as config.json names it."""
     sizes: dict[str, int] = {}
     for piece in pieces:
-        sizes[piece.dtype] = sizes.get(piece.dtype, 0) + prod(piece.shape) * DTYPE_BYTES[piece.dtype]
+        sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.nbytes
     most = max(sizes, key=sizes.__getitem__, default="F32")
     return str(torch_dtype(most)).removeprefix("torch.")
 

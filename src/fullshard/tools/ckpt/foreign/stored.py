@@ -15,7 +15,7 @@ import torch
 
 from fullshard.core.ckpt.boxes import Box
 from fullshard.errors import CheckpointDamagedError, CheckpointError
-from fullshard.runtime.checkpoint.files.reading import open_regular
+from fullshard.runtime.checkpoint.files.reading import open_regular, read_exactly
 
 _OPEN_FILES = 64
 
@@ -67,15 +67,7 @@ class Folder:
                 f"{self.path / name} has {nbytes} bytes, but bytes {offset} to {offset + len(view)} are needed: "
                 f"it was cut short"
             )
-        while view:
-            try:
-                count = os.preadv(file, [view], offset)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self.path / name}: {error.strerror}") from error
-            if not count:
-                raise CheckpointDamagedError(f"{self.path / name} was cut short while it was read")
-            view = view[count:]
-            offset += count
+        read_exactly(file, view, offset, self.path / name)
 
     def bytes(self, name: str, offset: int, count: int) -> bytes:
         """Bytes of a file."""
