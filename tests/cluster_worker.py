@@ -111,7 +111,7 @@ def _perform(call: Call, warning_filters: tuple[str, ...]) -> Outcome:
             fn, args = pickle.loads(call.function)
             with _process_group(call):
                 value = fn(call.rank, *args)
-                # While the group lives: torch's DDP would be the last to hold it, and joins Gloo's threads with the GIL.
+                # While the group lives: DDP as its last holder waits for Gloo's threads, and these for the GIL.
                 gc.collect()
             # Objects of this test must not live into the next, and what their destructors raise belongs to this one.
             del fn, args

@@ -117,7 +117,7 @@ def _agreed(ranks: Ranks, where: Callable[[], Where]) -> Where:
         BACKGROUND.settle()
         return where()
 
-    found = ranks.on_all(prepare, "prepare")
+    found = ranks.on_all(prepare, "prepare a save")
     for rank, other in enumerate(found):
         if other.terms != found[0].terms:
             raise ValueError(
@@ -156,5 +156,5 @@ def load(
         CommunicationError: A rank is gone, or later than the time limit.
     """
     ranks = Ranks.of(group)
-    ranks.on_all(BACKGROUND.settle, "prepare")
+    ranks.on_all(BACKGROUND.settle, "prepare a load")
     return load_state(ranks, Path(path), state, strict, verify)

@@ -20,8 +20,10 @@ import fullshard
 from cluster import Cluster
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import CheckpointError, CheckpointExistsError, CheckpointMismatchError
-from fullshard.runtime.checkpoint import saving
+from fullshard.runtime.checkpoint import loading, saving
 from fullshard.runtime.checkpoint.agree import Ranks
+from fullshard.runtime.checkpoint.files.folder import Checkpoint, read_manifest
+from fullshard.runtime.checkpoint.saving import Save, Where
 from fullshard.runtime.whole.tensors import full_tensor
 
 
@@ -296,8 +298,6 @@ def check_stages(rank: int, root: str) -> None:
 
 
 def checkpoint_names(path: Path) -> set[str]:
-    from fullshard.runtime.checkpoint.files.folder import read_manifest
-
     return set(read_manifest(path).tensors)
 
 
@@ -462,6 +462,46 @@ def test_adapters_alone(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(check_parts, str(tmp_path), world_size=2)
 
 
+# -- a checkpoint that changes meanwhile -------------------------------------------------------------------------------
+
+
+def check_replaced(rank: int, root: str, when: str) -> None:
+    """Between one rank's look at the manifest and the other's; or between that and the files."""
+    job = sharded(1, init_device_mesh("cpu", (2,)))
+    checkpoint.save(root, state_of(job, note=1), step=1)
+    other = sharded(2, init_device_mesh("cpu", (2,)))
+    exchange = Ranks.exchange
+
+    def late(ranks: Ranks, value: Any, what: str) -> Any:
+        told = exchange(ranks, value, what)
+        if what == when:
+            Ranks.exchange = exchange  # type: ignore[method-assign]
+            dist.barrier()
+            if rank == 0:  # another job, of one rank
+                where = Where.checked(root, 1, None, overwrite=True)
+                Save(Ranks(), where, {"model": nn.Linear(2, 2), "note": 2}).write()
+            dist.barrier()
+        return told
+
+    Ranks.exchange = late  # type: ignore[method-assign]
+    if when == "find" and rank == 1:  # this rank has its manifest already
+        old = read_manifest(Path(root) / "step-1")
+        loading.Checkpoint = lambda path, verify: Checkpoint(path, verify, old)  # type: ignore[misc,assignment]
+    try:
+        with pytest.raises(CheckpointError, match="replaced or removed while it was loaded") as caught:
+            checkpoint.load(root, {"model": other[0]} if when == "compare" else {"note": None})
+    finally:
+        loading.Checkpoint = Checkpoint  # type: ignore[misc]
+    assert "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["find", "compare"])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_told_as_that(
+    cluster: Cluster, tmp_path: Path, when: str
+) -> None:
+    cluster.run(check_replaced, str(tmp_path), when, world_size=2)
+
+
 # -- ranks that do not do the same -------------------------------------------------------------------------------------
 
 
@@ -479,6 +519,8 @@ def check_disagreements(rank: int, root: str) -> None:
         model["b"].weight = model["a"].weight
     with pytest.raises(CheckpointError, match=r"model/b.weight' is tied to 'model/a.weight' on some ranks"):
         checkpoint.save(root, {"model": model}, step=2, keep=1)
+    with pytest.raises(fullshard.errors.MisuseError, match=r"prepare a save.*, and prepare a load"):
+        (checkpoint.save(root, {}, 3) if rank == 0 else checkpoint.load(root, {}))
     with pytest.raises(fullshard.errors.MisuseError, match=r"ranks 0 and 1 do not call the same"):
         Ranks.of(None).exchange(1, ("write", "read")[rank])
     assert sorted(path.name for path in Path(root).iterdir()) == ["latest", "step-1"]
@@ -513,6 +555,31 @@ def check_unseen_error(rank: int, root: str) -> None:
 
 def test_an_error_that_one_rank_has_seen_is_raised_by_all(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(check_unseen_error, str(tmp_path), world_size=2)
+
+
+def check_own_states(rank: int, root: str) -> None:
+    """A value that each rank has for itself, and that one of them did not save."""
+    own = {"place": checkpoint.per_rank(rank)}
+    checkpoint.save(root, own if rank == 0 else {}, step=1)
+    with pytest.raises(CheckpointMismatchError, match="place was saved by other ranks, but not by rank 1"):
+        checkpoint.load(root, own)
+    loaded = checkpoint.load(root, own, strict=False)
+    assert (loaded.values, loaded.skipped) == (({"place": 0}, ()) if rank == 0 else ({}, ("place",)))
+
+
+def test_a_state_that_one_rank_did_not_save_is_missing(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_own_states, str(tmp_path), world_size=2)
+
+
+def test_a_program_may_change_its_folder_while_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, write = threading.Event(), saving.write_file
+    monkeypatch.setattr(saving, "write_file", lambda *arguments: (gate.wait(20), write(*arguments))[1])
+    monkeypatch.chdir(tmp_path)
+    pending = checkpoint.async_save("root", {"model": nn.Linear(2, 2)}, step=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.set()
+    assert pending.result() == tmp_path / "root" / "step-1"
 
 
 def test_an_interrupted_wait_does_not_give_the_copy_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,11 @@ from cluster import Cluster
 from fullshard import FSDPModule, FullyShardedDataParallel, full_parameters, full_tensor, fully_shard
 from fullshard import optim as flat_optim
 from fullshard.errors import CheckpointMismatchError, MisuseError, UninitializedError
+from fullshard.runtime import dtensors
 from fullshard.runtime.checkpoint.state.collect import collect
 from fullshard.runtime.checkpoint.state.joining import join
 from fullshard.runtime.checkpoint.state.special import RandomState, only, per_rank
-from fullshard.runtime.dtensors import local_of
+from fullshard.runtime.dtensors import StridedShard, local_of
 
 
 class Odd(test_optim_state.Odd):
@@ -813,12 +814,19 @@ def test_sharded_tensors_in_the_state_of_objects(cluster: Cluster) -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
+def sharded_as(local: torch.Tensor, mesh: Any, placements: list[Any], shape: torch.Size) -> torch.Tensor:
+    return dtensors.wrap(local, mesh, tuple(placements), shape, (1,))
+
+
 def check_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     uneven = DTensor.from_local(torch.ones(1 + 2 * rank), mesh, [Shard(0)], shape=torch.Size((4,)), stride=(1,))
+    strided = [StridedShard(0, split_factor=3)]  # of a mesh axis that is not here
+    foreign = sharded_as(torch.ones(2), mesh, strided, torch.Size((4,)))
     model = nn.Module()
     for name, value, text in (
+        ("strided", foreign, r"'model/strided' has placements.*a split factor of 3 is not that of the axes behind it"),
         ("partial", partial, r"'model/partial' has the placement.*redistribute it"),
         ("uneven", uneven, r"'model/uneven' of shape \(4,\).*torch.chunk"),
         ("sparse", torch.eye(3).to_sparse(), r"'model/sparse' is a tensor of layout"),

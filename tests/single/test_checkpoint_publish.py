@@ -116,6 +116,68 @@ def test_a_checkpoint_whose_replacement_was_interrupted_comes_back(tmp_path: Pat
     assert names(tmp_path) == ["latest", "step-1", "step-2"]
 
 
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power cut may undo comes before what depends on it."""
+    events: list[str] = []
+    sync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (events.append(Path(f"/proc/self/fd/{file}").readlink().name), sync(file))
+    )
+    monkeypatch.setattr(Path, "rename", lambda path, new: (events.append(f"-> {new.name}"), rename(path, new))[1])
+    draft = Draft(tmp_path, 1, overwrite=False)
+    folder = draft.path.name
+    save(tmp_path, 1, draft=draft)
+    named = events.index("-> step-1")
+    assert [events.index(name) < named for name in (file_name(0), "manifest.json", folder)] == [True, True, True]
+    assert max(events.index(name) for name in (file_name(0), "manifest.json")) < events.index(folder)
+    assert tmp_path.name in events[named:]
+
+
+def test_a_replacement_that_is_killed_between_its_renames_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        pass
+
+    first = writer(save(tmp_path, 1))
+    rename = Path.rename
+
+    def killed(path: Path, new: Path) -> Path:
+        if new.name == "step-1":
+            raise KilledError
+        return rename(path, new)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KilledError):
+        save(tmp_path, 1, overwrite=True)
+    monkeypatch.setattr(Path, "rename", rename)
+    found = latest(tmp_path)
+    assert found is not None
+    assert writer(found) == first
+    save(tmp_path, 2)
+    assert writer(tmp_path / "step-1") == first
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_cleaning_up_at_any_moment_does_not_keep_latest_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """Another job begins a save before or after anything that publishing makes durable."""
+    save(tmp_path, 1)
+    draft = Draft(tmp_path, 2, overwrite=False)
+    real, calls = os.fsync, iter(range(100))
+
+    def interrupted(file: int) -> None:
+        if next(calls) == moment + 1:  # the file of the rank comes first
+            remove_leftovers(tmp_path)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    save(tmp_path, 2, draft=draft)
+    assert latest(tmp_path) == tmp_path / "step-2"
+    assert (tmp_path / "latest").read_text() == "step-2\n"
+
+
 @pytest.mark.parametrize("renamed", [False, True])
 def test_an_interrupted_replacement_does_not_move_latest(tmp_path: Path, renamed: bool) -> None:
     for step in (60, 100):

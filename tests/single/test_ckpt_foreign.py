@@ -163,6 +163,21 @@ def test_the_state_dict_in_what_a_training_program_saved_is_found(tmp_path: Path
         read_torch(path, "critic.v")
 
 
+def test_lists_that_share_lists_do_not_unfold() -> None:
+    """B115: forty levels of a list that holds the one below twice are 10^12 values."""
+
+    def read(value: Any) -> Any:
+        return read_pickle(pickle.dumps(value), {}.get, lambda identity: identity, "it")
+
+    value: list[Any] = []
+    for _ in range(40):
+        value = [value, value]
+    with pytest.raises(CheckpointDamagedError, match="unfolds to more than"):
+        read(value)
+    shared = ["x"] * 100
+    assert read([shared] * 100) == [shared] * 100
+
+
 def test_entries_that_are_no_tensors_are_named(tmp_path: Path) -> None:
     torch.save(collections.OrderedDict(w=torch.ones(2), _extra_state={"a": 1}), tmp_path / "model.pt")
     with read_torch(tmp_path / "model.pt") as source:

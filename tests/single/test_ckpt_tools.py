@@ -568,6 +568,17 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path, capsys: pytest.Capture
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "out", "own"]
 
 
+def test_what_these_commands_do_not_write_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    for name in ("pipe", "run"):
+        with pytest.raises(CheckpointExistsError, match="not replaced"), new_path(tmp_path / name, overwrite=True):
+            pass
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_what_is_replaced_comes_back_if_it_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").touch()

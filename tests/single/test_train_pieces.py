@@ -140,6 +140,14 @@ def test_checkpoint_of_an_earlier_version_is_not_passed_over(tmp_path: Path, res
         choose(run_config(tmp_path, resume))
 
 
+@pytest.mark.parametrize("resume", ["yes", "auto"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path, resume: str) -> None:
+    make_run(tmp_path / "a", saved=True)
+    (tmp_path / "a" / "checkpoint" / "step-1" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .*a/checkpoint can be used"):
+        choose(run_config(tmp_path, resume))
+
+
 def test_second_run_that_resumes_in_one_folder_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "a", saved=True)
     for resume in ("yes", "auto"):

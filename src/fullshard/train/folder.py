@@ -89,6 +89,11 @@ def choose_folder(config: Config, lock: RunLock) -> RunFolder:
             return RunFolder(newest, resumes=True)
         for path in taken.values():
             refuse_earlier_form(path / CHECKPOINT_FOLDER)
+            if any((path / CHECKPOINT_FOLDER).glob("step-*")):  # a run must not begin anew over what it has lost
+                raise CheckpointError(
+                    f"none of the checkpoints in {path / CHECKPOINT_FOLDER} can be used: `fullshard ckpt ls` says why. "
+                    "Move that folder away to begin again."
+                )
         if config.checkpoint.resume == "yes":
             raise CheckpointError(
                 f"nothing to resume: no checkpoint under {base / config.run.name}"

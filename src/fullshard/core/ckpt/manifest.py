@@ -6,7 +6,9 @@ the only possible ones, that tensors can be divided as it says. A `ManifestError
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -103,6 +105,11 @@ class Manifest:
         found = ((name, self.box(name, rank)) for name in self.tensors)
         return {name: box for name, box in found if box is not None}
 
+    def digest(self) -> bytes:
+        """The same for the same manifest: files of other content have other seals."""
+        told = repr((self.step, self.files, self.state, self.rank_state, self.aliases))
+        return hashlib.blake2b(told.encode(), digest_size=16).digest()
+
     def to_text(self) -> str:
         """As JSON. Not yet with the checksum of the text itself."""
         document = {
@@ -177,8 +184,7 @@ def strict_json(text: str | bytes) -> Any:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ManifestError(f"the member {twice!r} appears twice in one object")
     return made
 

@@ -90,8 +90,11 @@ def agree(ranks: Ranks, description: Description, digests: Sequence[bytes]) -> S
     Raises:
         CheckpointError: They have different things under one name; on all ranks.
     """
-    alike = len(set(digests)) == 1
-    shared = merge([description.told] if alike else ranks.exchange(description.told, "compare"))
+    told: list[Told | None] = [description.told]
+    if len(set(digests)) > 1:  # of those who would tell the same, the first does
+        is_first = digests.index(digests[ranks.rank]) == ranks.rank
+        told = ranks.exchange(description.told if is_first else None, "compare")
+    shared = merge(told)
     if shared.twins:
         _compare_twins(ranks, shared.twins, description.held)
     return shared

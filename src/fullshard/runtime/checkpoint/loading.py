@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from fullshard.core.ckpt.manifest import DTYPE_BYTES, Manifest
+from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.collector import no_collection
 from fullshard.runtime.checkpoint.files.folder import Checkpoint
 from fullshard.runtime.checkpoint.publish import find
 from fullshard.runtime.checkpoint.state.load import Targets, refuse_unexpected, targets
 
+_REPLACED = "{} was replaced or removed while it was loaded, and tensors may be half loaded: load again"
 _LOG = logging.getLogger("fullshard")
 Strict = bool | Mapping[str, bool]
 
@@ -52,14 +54,16 @@ def load_state(ranks: Ranks, path: Path, state: Mapping[str, Any], strict: Stric
         found: list[tuple[Checkpoint, Targets]] = []
 
         @no_collection()
-        def prepare() -> tuple[tuple[str, ...], tuple[str, ...]]:
+        def prepare() -> tuple[tuple[str, ...], tuple[str, ...], bytes]:
             checkpoint = stack.enter_context(Checkpoint(folder, verify))
             found.append((checkpoint, targets(state, checkpoint.manifest, ranks.rank, ranks.size, strict)))
-            return found[0][1].refused, found[0][1].unexpected
+            return found[0][1].refused, found[0][1].unexpected, checkpoint.manifest.digest()
 
         # Every rank has checked everything before any of them changes a tensor. What one stage of a pipeline does not
         # want is another's.
-        refused, unexpected = zip(*ranks.on_all(prepare, "compare"), strict=True)
+        refused, unexpected, digests = zip(*ranks.on_all(prepare, "compare"), strict=True)
+        if len(set(digests)) > 1:
+            raise CheckpointError(_REPLACED.format(folder))
         refuse_unexpected(refused)
         by_all = set(unexpected[0]).intersection(*unexpected[1:])
         checkpoint, wanted = found[0]
@@ -83,5 +87,10 @@ def _reads_overlap(manifest: Manifest, wanted: Targets, world_size: int) -> bool
 
 @torch.no_grad()
 def _read(checkpoint: Checkpoint, wanted: Targets) -> None:
-    for name, box, out in wanted.reads:
-        checkpoint.read(name, box, out)
+    try:
+        for name, box, out in wanted.reads:
+            checkpoint.read(name, box, out)
+    except CheckpointDamagedError as error:
+        if checkpoint.is_replaced():
+            raise CheckpointError(_REPLACED.format(checkpoint.path)) from error
+        raise

@@ -53,18 +53,19 @@ class Shared:
     twins: Mapping[str, tuple[Division, ...]]
 
 
-def merge(told: Sequence[Told]) -> Shared:
-    """Join what ranks have, each tensor once. A single entry stands for all ranks.
+def merge(told: Sequence[Told | None]) -> Shared:
+    """Join what ranks have, each tensor once. None is a rank that would tell what one before it has told.
 
     Raises:
         CheckpointError: Ranks have different tensors or values under one name.
     """
     merger = _Merger()
     for rank, own in enumerate(told):
-        merger.add(rank, own)
+        if own is not None:
+            merger.add(rank, own)
     merger.check_aliases()
     twins = {name: tuple(merger.divisions[number] for number in found) for name, found in merger.twins.items()}
-    values = _values([own.values for own in told])
+    values = _values([{} if own is None else own.values for own in told])
     return Shared(tuple(merger.divisions), merger.tensors, merger.aliases, values, twins)
 
 

@@ -89,7 +89,10 @@ class Draft:
             _write_durably(self.path / MANIFEST_FILE, manifest_bytes(manifest))
             sync_folder(self.path)
             # First: who dies between the two renames has told by this that the new checkpoint is the latest one.
-            _write_durably(self._pointer, f"{self._final.name}\n".encode())
+            # Renamed into its place: an empty one would be taken for what a job has left.
+            prepared = self.path / LATEST_FILE
+            _write_durably(prepared, f"{self._final.name}\n".encode())
+            prepared.rename(self._pointer)
             self._rename()
             sync_folder(self._root)
             with suppress(FileNotFoundError):  # another job, which took this one for dead, has done it

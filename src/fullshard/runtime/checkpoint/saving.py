@@ -49,7 +49,7 @@ class Where:
             raise ValueError(f"step must be an integer of at least 0 and below {MAX_STEP}, got {step!r}")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep must be None or an integer of at least 1, got {keep!r}")
-        return cls(Path(root), step, keep, overwrite)
+        return cls(Path(root).absolute(), step, keep, overwrite)  # the program may change its folder meanwhile
 
     @property
     def terms(self) -> tuple[int, int | None, bool]:
@@ -106,6 +106,7 @@ class Save:
         self._path = path
 
     def _begin(self, copy: Callable[[Tensors], Tensors] | None) -> Path | None:
+        self._check_complete()
         if self._ranks.rank == 0:
             self._draft = Draft(self._where.root, self._where.step, self._where.overwrite)
         if copy is not None:
@@ -138,7 +139,6 @@ class Save:
                 f"{self._path} is not there, though the first rank has made it: all ranks must see the same folder, "
                 "so on several hosts it must be on a shared file system"
             )
-        self._check_complete()
         pieces = [piece_of(name, tensor) for name, tensor in self._tensors.items()]
         return _Report(write_file(self._path / file_name(self._ranks.rank), pieces), self._own, self._values)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from fullshard.errors import CommunicationError
 from fullshard.runtime.collectives.base import Call, own_limit, translate
 from fullshard.runtime.collectives.once import packed, unpacked
 
@@ -41,6 +42,7 @@ class Messages:
         store = PrefixStore(f"fullshard/messages/{name}", dist.distributed_c10d._get_default_store())
         # Waits have limits of their own; this one is only not to end before any of them.
         limit = timedelta(days=7)
+        self._failed = False
         self._backend: Any = dist.ProcessGroupGloo(store, self._ranks.index(dist.get_rank()), len(self._ranks), limit)
 
     def exchange(self, value: _Value, call: Call, limit: timedelta) -> list[_Value]:
@@ -62,10 +64,13 @@ class Messages:
         return [unpacked(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather(self, tensor: torch.Tensor, call: Call, limit: timedelta) -> list[torch.Tensor]:
+        if self._failed:  # what is late may still come, and would be taken for the answer to something else
+            raise CommunicationError(f"{call.op}: these ranks have failed to exchange messages before; restart the job")
         rows = [torch.empty_like(tensor) for _ in self._ranks]
         try:
             self._backend.allgather([rows], [tensor]).wait(limit)
         except RuntimeError as error:
+            self._failed = True
             where = f"rank {dist.get_rank()} waited for ranks {self._ranks}"
             raise translate(error, call, where, limit.total_seconds(), self._ranks) from error
         return rows

@@ -54,7 +54,9 @@ def new_path(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A folder is replaced only if nothing is in it that these commands did not write."""
+    """No pipe or device is replaced, and a folder only if nothing is in it that these commands did not write."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointExistsError(f"{path} is no file or folder, so it is not replaced: name another place")
     if path.is_dir() and not path.is_symlink():
         foreign = sorted(entry.name for entry in path.iterdir() if not _WRITTEN.fullmatch(entry.name))
         if foreign:

@@ -108,6 +108,13 @@ class Checkpoint:
         self.close()
         self._direct = True
 
+    def is_replaced(self) -> bool:
+        """Whether the folder is gone, or holds another checkpoint by now."""
+        try:
+            return read_manifest(self.path) != self.manifest
+        except CheckpointError:
+            return True
+
     def entry(self, name: str) -> TensorEntry:
         """Shape and dtype of a tensor, by any of its names."""
         return self.manifest.tensors[self.manifest.resolve(name)]

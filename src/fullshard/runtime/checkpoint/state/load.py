@@ -297,18 +297,27 @@ class _Loader:
     def _own(self, key: str, value: Any, strict: bool) -> None:
         plan = self.plan
         saved = len(plan.manifest.rank_state)
-        if saved == plan.world_size:
+        if saved == plan.world_size and key not in plan.manifest.rank_state[plan.rank]:
+            self._not_saved(key, strict, f"{key} was saved by other ranks, but not by rank {plan.rank}")
+        elif saved == plan.world_size:
             self._take(key, value, self._saved_by(key, plan.rank))
         elif callable(take := getattr(value, "load_state_dicts", None)):
             states = [self._saved_by(key, rank) for rank in range(saved)]
             plan.finishers.append(lambda: take(states, plan.rank, plan.world_size))
-        elif strict:
-            plan.problems.append(
-                f"{key} was saved by each of {saved} ranks, and cannot be divided over {plan.world_size}: give the "
-                f"object a method load_state_dicts(states, rank, world_size), or pass strict={{{key!r}: False}}"
-            )
         else:
-            plan.skipped.append(key)
+            self._not_saved(
+                key,
+                strict,
+                f"{key} was saved by each of {saved} ranks, and cannot be divided over {plan.world_size}: give the "
+                f"object a method load_state_dicts(states, rank, world_size), or pass strict={{{key!r}: False}}",
+            )
+
+    def _not_saved(self, key: str, strict: bool, why: str) -> None:
+        """There is nothing for this rank under a key."""
+        if strict:
+            self.plan.problems.append(why)
+        else:
+            self.plan.skipped.append(key)
 
 
 def _placed(key: str, value: Any) -> dict[str, torch.Tensor]:

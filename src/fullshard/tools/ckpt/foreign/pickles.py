@@ -76,11 +76,25 @@ def read_pickle(data: bytes, lookup: Lookup, persistent: Maker, source: str) -> 
         raise CheckpointError(f"{source} has a pickle of {len(data)} bytes, more than that of any real checkpoint")
     machine = _Machine(data, lookup, persistent, source)
     try:
-        return machine.run()
+        return _without_bomb(machine.run(), 10 * len(data) + 1_000_000, source)
     except CheckpointError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointDamagedError(f"{source} holds no valid pickle ({type(error).__name__}: {error})") from None
+
+
+def _without_bomb(value: Any, limit: int, source: str) -> Any:
+    """The value. Lists that share lists are small in a pickle, and endless for whoever walks through them: refused."""
+    seen, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict | list | tuple | set | frozenset):
+            continue
+        seen += len(each)
+        if seen > limit:
+            raise CheckpointDamagedError(f"{source} has a pickle that unfolds to more than {limit} values: refused")
+        waiting.extend(each.values() if isinstance(each, dict) else each)
+    return value
 
 
 class _Machine:
