@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,21 +159,27 @@ def test_a_replacement_that_is_killed_between_its_renames_loses_nothing(
     assert writer(tmp_path / "step-1") == first
 
 
-@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize("moment", range(6))
 def test_cleaning_up_at_any_moment_does_not_keep_latest_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """Another job begins a save before or after anything that publishing makes durable."""
+    """Another job begins a save whenever publishing has made a file, still empty, or is about to make one durable."""
     save(tmp_path, 1)
     draft = Draft(tmp_path, 2, overwrite=False)
-    real, calls = os.fsync, iter(range(100))
+    sync, make, calls = os.fsync, Path.open, iter(range(100))
 
-    def interrupted(file: int) -> None:
+    def clean_up() -> None:
         if next(calls) == moment + 1:  # the file of the rank comes first
+            monkeypatch.undo()
             remove_leftovers(tmp_path)
-        real(file)
 
-    monkeypatch.setattr(os, "fsync", interrupted)
+    def made(path: Path, *arguments: Any) -> Any:
+        file = make(path, *arguments)
+        clean_up()
+        return file
+
+    monkeypatch.setattr(os, "fsync", lambda file: (clean_up(), sync(file))[1])
+    monkeypatch.setattr(Path, "open", made)
     save(tmp_path, 2, draft=draft)
     assert latest(tmp_path) == tmp_path / "step-2"
     assert (tmp_path / "latest").read_text() == "step-2\n"

@@ -62,7 +62,7 @@ def show_root(listing: dict[str, Any]) -> str:
     for row in listing["checkpoints"]:
         mark = "  <- latest" if row["step"] == listing["latest"] else ""
         if row["complete"]:
-            what = f"{byte_text(row['bytes']):>10}  {row['world_size']} ranks"
+            what = f"{byte_text(row['bytes']):>10}  {row['world_size']} rank{'' if row['world_size'] == 1 else 's'}"
         else:
             what = f"NOT COMPLETE: {row['problem']}"
         lines.append(f"step {row['step']:<10} {what}{mark}")
