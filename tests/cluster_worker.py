@@ -77,7 +77,7 @@ def worker_main(connection: Connection, stacks_path: str, warning_filters: tuple
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Gloo would look the host name up, which a sandbox may not resolve
     _exit_with_parent()
     import torch
-    import torch.distributed.tensor
+    import torch.distributed.tensor.debug
 
     torch.set_num_threads(1)  # ranks share the cores; also makes the order of sums the same everywhere
     with Path(stacks_path).open("w") as stacks, contextlib.suppress(EOFError, OSError):
@@ -116,6 +116,8 @@ def _perform(call: Call, warning_filters: tuple[str, ...]) -> Outcome:
             # Objects of this test must not live into the next, and what their destructors raise belongs to this one.
             del fn, args
             gc.collect()
+            # What torch has found out for a mesh it gives to any that looks the same, with the old one's groups.
+            sys.modules["torch.distributed.tensor.debug"]._clear_sharding_prop_cache()
     except BaseException as error:  # noqa: BLE001 - SystemExit too: the pool hears of everything
         return _failed(call.rank, error)
     return Outcome(call.rank, "value", value=value)

@@ -17,6 +17,7 @@ BLOCKS = re.findall(r"^## (.+?)$|```python\n(.*?)```", PAGE.read_text(), flags=r
 def run_code(rank: int, code: str) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(code, str(PAGE), "exec"), names)
+    names.clear()  # a class of the page keeps what is beside it, and sharding keeps classes: so its model would stay
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,13 @@ class Story:
         self._end = ""  # what has been posted of how this rank ended
         self._posting: Thread | None = None
         self._explained = False
+        _LATEST.story = weakref.ref(self)
         weakref.finalize(self, _leave, weakref.ref(self))
 
     def begin_step(self) -> None:
         """A forward of the root begins."""
         self.step += 1
+        _LATEST.story = weakref.ref(self)
         self._failed_in = self.nonfinite = ""
         self._begins.append((self.step, self.count))
         if self._end:  # what failed was overcome, and must not be taken for the cause of a later failure
@@ -144,10 +146,19 @@ class Story:
         return [Told(step, number, text) for number, text in enumerate(texts, start=1)]
 
 
+class _Latest:
+    """The story of the engine that has done something last: of several, its words are those that others need."""
+
+    story: weakref.ref[Story] | None = None
+
+
+_LATEST = _Latest()
+
+
 def _leave(story: weakref.ref[Story]) -> None:
     """The story is forgotten; or it is not, then this is the end of the process."""
     found = story()
-    if found is not None:
+    if found is not None and story == _LATEST.story:
         found.process_ends()
 
 
