@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -22,10 +24,12 @@ from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.runtime.checkpoint.collector import no_collection
 from fullshard.runtime.checkpoint.files import folder as folder_module
 from fullshard.runtime.checkpoint.files import reading as reading_module
+from fullshard.runtime.checkpoint.files import stretches as stretches_module
 from fullshard.runtime.checkpoint.files.checks import BLOCK_BYTES
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, Checkpoint, manifest_bytes
 from fullshard.runtime.checkpoint.files.memory import dtype_name, torch_dtype
-from fullshard.runtime.checkpoint.files.reading import Buffer, TensorFile
+from fullshard.runtime.checkpoint.files.reading import Buffer, Portion, TensorFile
+from fullshard.runtime.checkpoint.files.stretches import Stretch
 from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
 
 ROWS = Division((3,), (0, 1, 2), ((0, 0),))
@@ -87,6 +91,7 @@ def test_any_box_of_any_division_is_read(
 ) -> None:
     """Also in portions smaller than a row, and past the cache of the system."""
     monkeypatch.setattr(reading_module, "_DIRECT_BYTES", 1)
+    monkeypatch.setattr(stretches_module, "STRETCH_BYTES", data.draw(st.sampled_from([1, 4096, 1 << 20])))
     monkeypatch.setattr(folder_module, "PORTION_BYTES", data.draw(st.sampled_from([8, 24, 100, 1 << 20])))
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     dims = data.draw(st.lists(st.integers(0, len(shape) - 1), max_size=2))
@@ -104,6 +109,59 @@ def test_any_box_of_any_division_is_read(
     assert torch.equal(out, tensor[box.within(Box.whole(shape))].to(out.dtype))
 
 
+def three_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of one file with a tensor that is read in three portions."""
+    monkeypatch.setattr(folder_module, "PORTION_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(stretches_module, "STRETCH_BYTES", 2 * BLOCK_BYTES)
+    tensor = torch.randn(6 * BLOCK_BYTES // 4)
+    return write(tmp_path / "c", {"t": (tensor, Division.whole_on(0))}, ranks=1), tensor
+
+
+def test_the_next_portion_is_fetched_while_one_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, tensor = three_portions(tmp_path, monkeypatch)
+    begun = [threading.Event() for _ in range(3)]
+    fetch, verify = TensorFile.fetch, TensorFile.verify
+
+    def fetching(self: TensorFile, begin: int, end: int, buffer: Buffer) -> int:
+        begun[begin // (2 * BLOCK_BYTES)].set()
+        return fetch(self, begin, end, buffer)
+
+    def verifying(self: TensorFile, portion: Portion, data: memoryview) -> None:
+        following = portion.begin // (2 * BLOCK_BYTES) + 1
+        assert following == 3 or begun[following].wait(60), "nothing is read ahead"
+        verify(self, portion, data)
+
+    monkeypatch.setattr(TensorFile, "fetch", fetching)
+    monkeypatch.setattr(TensorFile, "verify", verifying)
+    with Checkpoint(path) as checkpoint:
+        assert torch.equal(checkpoint.tensor("t"), tensor)
+
+
+def test_what_was_read_ahead_before_an_error_does_not_reach_who_reads_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tensor = three_portions(tmp_path, monkeypatch)
+    slow, fetch = threading.Event(), TensorFile.fetch
+
+    def fetching(self: TensorFile, begin: int, end: int, buffer: Buffer) -> int:
+        if begin > 2 * BLOCK_BYTES and not slow.is_set():
+            slow.set()
+            time.sleep(0.2)
+        return fetch(self, begin, end, buffer)
+
+    monkeypatch.setattr(TensorFile, "fetch", fetching)
+    flip(path / file_name(0), 4096 + 1000)
+    out = torch.zeros(2 * BLOCK_BYTES // 4)
+    with Checkpoint(path) as checkpoint:
+        with pytest.raises(CheckpointDamagedError, match="bytes 0 to 262144"):
+            checkpoint.tensor("t")
+        assert slow.is_set()
+        checkpoint.read("t", Box((4 * BLOCK_BYTES // 4,), (out.numel(),)), out)
+        assert torch.equal(out, tensor[-out.numel() :])
+        assert "bytes 0 to 262144" in checkpoint.examine(0).problems[0]
+        assert checkpoint.examine(0).nbytes == 4 * BLOCK_BYTES  # all but the portion that is damaged
+
+
 def test_the_library_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
     tensors = menagerie()
     path = write(tmp_path / "c", tensors)
@@ -112,16 +170,19 @@ def test_the_library_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("model/columns"), tensors["model/columns"][0][:, 101:202])
         assert ".checksums" in file.keys()  # noqa: SIM118  it has no __iter__
     save_file({"a": torch.arange(6).view(2, 3), "b": torch.tensor(2.0)}, tmp_path / "theirs", metadata={"format": "pt"})
-    theirs = TensorFile(tmp_path / "theirs", None, Buffer())
+    theirs = TensorFile(tmp_path / "theirs", None)
     assert {name: span.shape for name, span in theirs.spans.items()} == {"a": (2, 3), "b": ()}
-    assert theirs.portion("a", 8, 24).view(torch.int64).tolist() == [1, 2]
+    portion = theirs.portion("a", 8, 24)
+    stretch = Stretch(theirs, portion, None)
+    stretch.fetch(Buffer())
+    assert stretch.data(portion).tolist() == [1, 2]
     theirs.close()
 
 
 def test_tensors_begin_at_multiples_of_their_elements(tmp_path: Path) -> None:
     odd = {f"t{i}": torch.zeros(i, dtype=d) for i, d in enumerate([torch.int8, torch.double, torch.half] * 3, start=1)}
     write_file(tmp_path / "f", [piece_of(name, tensor) for name, tensor in odd.items()])
-    file = TensorFile(tmp_path / "f", None, Buffer())
+    file = TensorFile(tmp_path / "f", None)
     assert all(span.start % torch_dtype(span.dtype).itemsize == 0 for span in file.spans.values())
     assert min(span.start for span in file.spans.values()) % 4096 == 0
     file.close()

@@ -88,8 +88,7 @@ def _reads_overlap(manifest: Manifest, wanted: Targets, world_size: int) -> bool
 @torch.no_grad()
 def _read(checkpoint: Checkpoint, wanted: Targets) -> None:
     try:
-        for name, box, out in wanted.reads:
-            checkpoint.read(name, box, out)
+        checkpoint.read_all(wanted.reads)
     except CheckpointDamagedError as error:
         if checkpoint.is_replaced():
             raise CheckpointError(_REPLACED.format(checkpoint.path)) from error

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from fullshard.core.ckpt.manifest import DTYPE_BYTES, FileEntry, ManifestError
+from fullshard.core.ckpt.manifest import FileEntry, ManifestError
 from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.runtime.checkpoint.files.checks import (
     BLOCK_BYTES,
@@ -20,21 +19,40 @@ from fullshard.runtime.checkpoint.files.checks import (
     read_table,
     seal_of,
 )
-from fullshard.runtime.checkpoint.files.header import PAGE_BYTES, Span, header_bytes, parse
+from fullshard.runtime.checkpoint.files.header import PAGE_BYTES, header_bytes, parse
 from fullshard.runtime.checkpoint.files.memory import Pages
 
-# The most bytes of an entry that are asked for at once. With the blocks that they begin and end in they fit the buffer.
-PORTION_BYTES = 8 << 20
-_BUFFER_BYTES = PORTION_BYTES + 2 * BLOCK_BYTES + 2 * PAGE_BYTES
+PORTION_BYTES = 4 << 20  # the most bytes of a tensor that are asked for at once
+STRETCH_BYTES = PORTION_BYTES + 2 * BLOCK_BYTES  # the most that are read at once: the blocks that they begin and end in
+_BUFFER_BYTES = STRETCH_BYTES + 2 * PAGE_BYTES
 _DIRECT_BYTES = 256 << 10  # smaller reads are better served by the system, which reads ahead
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 
 
 class Buffer(Pages):
-    """What files are read through; one for all of them."""
+    """What files are read through."""
 
     def __init__(self) -> None:
         super().__init__(_BUFFER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Part of a tensor, in bytes of the file.
+
+    Attributes:
+        name: Of the tensor.
+        start: The first one that is wanted.
+        stop: Their end.
+        begin: The first one that must be read.
+        end: Their end.
+    """
+
+    name: str
+    start: int
+    stop: int
+    begin: int
+    end: int
 
 
 class TensorFile:
@@ -43,7 +61,6 @@ class TensorFile:
     Args:
         path: Regular file; a symbolic link is refused.
         expected: What the manifest says of it; None for a file from elsewhere, which has no checksums.
-        buffer: What is read goes through it.
         verify: Compare with the checksums what is read.
         direct: Read tensors past the cache of the system, where the file system can.
 
@@ -54,11 +71,8 @@ class TensorFile:
         CheckpointDamagedError: The file is missing, or is not what the manifest says.
     """
 
-    def __init__(
-        self, path: Path, expected: FileEntry | None, buffer: Buffer, verify: bool = True, direct: bool = False
-    ) -> None:
+    def __init__(self, path: Path, expected: FileEntry | None, verify: bool = True, direct: bool = False) -> None:
         self.path = path
-        self._buffer = buffer
         self._file, nbytes = open_regular(path)
         if not direct:
             _announce(self._file)
@@ -99,54 +113,55 @@ class TensorFile:
             raise ManifestError("its header or its checksums are not those that were written (the seal does not fit)")
         return memoryview(read_table(table)), first
 
-    def portion(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop) of a tensor, at most `PORTION_BYTES`: uint8, in the buffer, until the next call.
+    def portion(self, name: str, start: int, stop: int) -> Portion:
+        """Bytes [start, stop) of a tensor, at most `PORTION_BYTES`."""
+        span = self.spans[name]
+        begin, end = start, stop
+        if self._sums is not None:  # whole blocks: each has one checksum
+            begin, end = start // BLOCK_BYTES * BLOCK_BYTES, min(block_count(stop) * BLOCK_BYTES, span.nbytes)
+        return Portion(name, span.start + start, span.start + stop, span.start + begin, span.start + end)
+
+    def fetch(self, begin: int, end: int, buffer: Buffer) -> int:
+        """Read bytes [begin, end) of the file into a buffer; returns where in it they begin.
 
         Raises:
-            CheckpointDamagedError: They cannot be read, or are not those that were written.
+            CheckpointDamagedError: It ends before.
+            CheckpointError: It cannot be read.
         """
-        span = self.spans[name]
-        first, last = start // BLOCK_BYTES, block_count(stop)
-        begin = first * BLOCK_BYTES if self._sums is not None else start
-        end = min(last * BLOCK_BYTES, span.nbytes) if self._sums is not None else stop
-        place = self._fetch(span, begin, end)
-        if self._sums is not None:
-            self._verify(name, self._buffer.view[place : place + end - begin], first)
-        return self._buffer.tensor[place + start - begin : place + stop - begin]
-
-    def _fetch(self, span: Span, begin: int, end: int) -> int:
-        """Read bytes [begin, end) of an entry into the buffer; returns where in it they begin."""
-        start, count = span.start + begin, end - begin
-        # Elements must lie in memory as their dtype asks for, which a file from elsewhere need not care about.
-        if self._direct is not None and count >= _DIRECT_BYTES and span.start % DTYPE_BYTES[span.dtype] == 0:
-            place = start % PAGE_BYTES
-            pages = self._buffer.view[: -(-(place + count) // PAGE_BYTES) * PAGE_BYTES]
+        place, count = begin % PAGE_BYTES, end - begin  # so bytes lie in memory as their dtype asks for
+        if self._direct is not None and count >= _DIRECT_BYTES:
+            pages = buffer.view[: -(-(place + count) // PAGE_BYTES) * PAGE_BYTES]
             with suppress(OSError):  # this file system asks for more than whole pages, or the disk fails: again below
-                if os.preadv(self._direct, [pages], start - place) >= place + count:
+                if os.preadv(self._direct, [pages], begin - place) >= place + count:
                     return place
-        self._read(self._buffer.view[:count], start)
-        return 0
+        read_exactly(self._file, buffer.view[place : place + count], begin, self.path)
+        return place
 
-    def _verify(self, name: str, data: memoryview, first: int) -> None:
-        assert self._sums is not None
-        number = self._first_sum[name] + first
+    def verify(self, portion: Portion, data: memoryview) -> None:
+        """Compare what was read for a portion with its checksums, if it has some.
+
+        Raises:
+            CheckpointDamagedError: It is not what was written.
+        """
+        if self._sums is None:
+            return
+        span = self.spans[portion.name]
+        first = portion.begin - span.start
+        number = self._first_sum[portion.name] + first // BLOCK_BYTES
         for start in range(0, len(data), BLOCK_BYTES):
             if checksum(data[start : start + BLOCK_BYTES]) != self._sums[number]:
-                at = (first * BLOCK_BYTES) + start
+                at = first + start
                 raise CheckpointDamagedError(
-                    f"{self.path}: tensor {name!r} is damaged: bytes {at} to "
-                    f"{min(at + BLOCK_BYTES, self.spans[name].nbytes)} of its piece are not those that were written"
+                    f"{self.path}: tensor {portion.name!r} is damaged: bytes {at} to "
+                    f"{min(at + BLOCK_BYTES, span.nbytes)} of its piece are not those that were written"
                 )
             number += 1
 
     def _bytes(self, start: int, count: int) -> bytes:
         """Bytes outside of tensors."""
         data = bytearray(count)
-        self._read(memoryview(data), start)
+        read_exactly(self._file, memoryview(data), start, self.path)
         return bytes(data)
-
-    def _read(self, view: memoryview, start: int) -> None:
-        read_exactly(self._file, view, start, self.path)
 
 
 def read_exactly(file: int, view: memoryview, start: int, path: Path) -> None:

@@ -15,7 +15,8 @@ import torch
 from fullshard.core.ckpt.manifest import ManifestError, strict_json
 from fullshard.errors import CheckpointDamagedError, CheckpointError
 from fullshard.runtime.checkpoint.files.memory import torch_dtype
-from fullshard.runtime.checkpoint.files.reading import Buffer, TensorFile
+from fullshard.runtime.checkpoint.files.reading import PORTION_BYTES, Buffer, TensorFile
+from fullshard.runtime.checkpoint.files.stretches import Stretch
 from fullshard.runtime.checkpoint.files.writing import Piece
 from fullshard.tools.ckpt.foreign.stored import Folder, StoredTensor, plain_name
 from fullshard.tools.ckpt.outputs import write_json, write_safetensors
@@ -32,6 +33,7 @@ class _InFile:
 
     file: TensorFile
     name: str
+    buffer: Buffer
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,10 +48,14 @@ class _InFile:
         return prod(self.shape)
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Of the tensor's elements in order; see `stored.Elements`. `out` is no larger than a portion."""
+        """Of the tensor's elements in order; see `stored.Elements`."""
         size = self.dtype.itemsize
-        data = self.file.portion(self.name, start * size, (start + out.numel()) * size)
-        out.copy_(data.view(self.dtype))
+        for part in out.split(PORTION_BYTES // size):
+            portion = self.file.portion(self.name, start * size, (start + part.numel()) * size)
+            stretch = Stretch(self.file, portion, None)
+            stretch.fetch(self.buffer)
+            part.copy_(stretch.data(portion))
+            start += part.numel()
 
 
 def read_safetensors(path: Path) -> Source:
@@ -84,13 +90,13 @@ def _files(expected: Mapping[Path, Sequence[str] | None], path: Path) -> Source:
 
     source = Source({}, on_close=close)
     for place, names in expected.items():
-        files.append(TensorFile(place, None, buffer))
+        files.append(TensorFile(place, None))
         spans = files[-1].spans
         missing = [name for name in names or () if name not in spans]
         if missing:
             raise CheckpointDamagedError(f"{place} does not hold {missing[0]!r}, though {path / INDEX} says so")
         for name in spans if names is None else names:
-            inside = _InFile(files[-1], name)
+            inside = _InFile(files[-1], name, buffer)
             source.tensors[name] = StoredTensor.contiguous(inside, inside.shape)
     return source
 
