@@ -44,6 +44,7 @@ __all__ = [
     "latest",
     "load",
     "only",
+    "overlapped_save",
     "per_rank",
     "save",
 ]
@@ -108,6 +109,31 @@ def async_save(
     ranks = Ranks.of(group)
     where = _agreed(ranks, lambda: Where.checked(root, step, keep, overwrite))
     return BACKGROUND.start(Save(ranks, where, state, BACKGROUND.copy))
+
+
+def overlapped_save(
+    root: Folder,
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> PendingSave:
+    """Like `async_save`, but the copy too is taken in the background, while the next forward and backward run.
+
+    So it is with the parameters and the states of the torch optimizers in `state`; all other tensors (buffers, frozen
+    parameters, those of other objects, and of optimizers that update in backward) are copied before this returns.
+    Every torch optimizer waits for the copy before it steps. **Whoever else changes one of these tensors must call
+    `wait_copied()` of the pending save before.** Most changes that come too early are noticed, and the save fails; not
+    those made by way of `parameter.data`.
+
+    Returns:
+        The pending save.
+    """
+    ranks = Ranks.of(group)
+    where = _agreed(ranks, lambda: Where.checked(root, step, keep, overwrite))
+    return BACKGROUND.start(Save(ranks, where, state, BACKGROUND.copy, overlap=True))
 
 
 def _agreed(ranks: Ranks, where: Callable[[], Where]) -> Where:

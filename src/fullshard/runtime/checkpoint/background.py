@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
-import torch
-
-from fullshard.runtime.checkpoint.saving import Save, Tensors
+from fullshard.runtime.checkpoint.copying import Copies, HostMemory, Tensors
+from fullshard.runtime.checkpoint.saving import Save
+from fullshard.runtime.hooks import OPTIMIZER_HOOKS
 
 _LOG = logging.getLogger("fullshard")
-_ALIGN_BYTES = 64
 
 
 class PendingSave:
@@ -20,8 +20,9 @@ class PendingSave:
     The process does not end before it is written; but wait for it before the process group is destroyed.
     """
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: Save, copied: threading.Event) -> None:
         self._save: Save | None = save
+        self._copied = copied
         self._path: Path | None = None
         self._error: BaseException | None = None
         self.error_seen = False  # by the user
@@ -37,6 +38,14 @@ class PendingSave:
             _LOG.error("a checkpoint could not be saved in the background: %s", error)
         finally:
             self._save = None
+            self._copied.set()
+
+    def wait_copied(self, timeout: float | None = None) -> bool:
+        """Wait until any tensor of the state may be changed; returns whether that is so, after `timeout` seconds.
+
+        It is so when `async_save` returns, but not when `overlapped_save` does.
+        """
+        return self._copied.wait(timeout)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -68,11 +77,12 @@ class PendingSave:
 
 
 class Background:
-    """At most one pending save, and the memory for its copy, which is kept: fresh memory costs as much as the copy."""
+    """At most one pending save, and the memory for its copy."""
 
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = HostMemory()
+        self._copies: Copies | None = None
 
     def settle(self) -> None:
         """Wait for the pending save, if there is one. Raises its error, unless the user has seen it."""
@@ -85,26 +95,24 @@ class Background:
             pending.result()
 
     def start(self, save: Save) -> PendingSave:
-        """Let a thread write. The save before must be settled."""
-        self._pending = PendingSave(save)
+        """Let a thread write, and finish the copy. The save before must be settled."""
+        copies, self._copies = self._copies, None
+        assert copies is not None
+        self._pending = PendingSave(save, copies.finished)
         return self._pending
 
-    def copy(self, tensors: Tensors) -> Tensors:
-        """Copies on the CPU, also of tensors that are there already. They are gone with the next call."""
-        total = sum(-(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for tensor in tensors.values())
-        on_device = any(tensor.device.type != "cpu" for tensor in tensors.values())
-        if self._memory.numel() < total:
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
-        copies: Tensors = {}
-        begin = 0
-        for name, tensor in tensors.items():
-            flat = self._memory[begin : begin + tensor.nbytes]
-            copies[name] = flat.view(tensor.dtype).view(tensor.shape)
-            copies[name].copy_(tensor, non_blocking=on_device)
-            begin += -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        if on_device:
-            torch.accelerator.synchronize()
-        return copies
+    def copy(self, tensors: Tensors, later: Collection[str]) -> Copies:
+        """Copies on the CPU, also of tensors that are there already. Those of the call before are gone."""
+        if later:
+            OPTIMIZER_HOOKS.ensure()
+            OPTIMIZER_HOOKS.before_steps.add(self._wait_copied)
+        self._copies = Copies(tensors, self._memory, later)
+        return self._copies
+
+    def _wait_copied(self) -> None:
+        """An optimizer is about to change what is still being copied."""
+        if self._pending is not None:
+            self._pending.wait_copied()
 
 
 BACKGROUND = Background()

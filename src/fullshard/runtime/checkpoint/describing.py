@@ -21,8 +21,9 @@ from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.files.checks import checksum
 from fullshard.runtime.checkpoint.files.memory import as_bytes
 from fullshard.runtime.checkpoint.merging import PLAIN, Described, Shared, Told, merge
-from fullshard.runtime.checkpoint.state.collect import collect
+from fullshard.runtime.checkpoint.state.collect import collect, inner
 from fullshard.runtime.checkpoint.state.rows import Held
+from fullshard.runtime.loop.in_backward import InBackwardOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,17 @@ def describe(state: Mapping[str, Any], ranks: Ranks) -> Description:
             told[name] = (held.shape, held.dtype, numbers[id(division)])
     everything = Told(tuple(divisions), told, collected.aliases, collected.values)
     return Description(everything, own, collected.rank_values, collected.tensors)
+
+
+def changed_by_steps(state: Mapping[str, Any], description: Description) -> set[str]:
+    """Names of tensors that change only when an optimizer of `state` steps: its parameters, and its own."""
+    names: set[str] = set()
+    for key, value in state.items():
+        optimizer = inner(value)
+        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, InBackwardOptimizer):
+            names.update(name for group in description.told.values[key]["groups"] for name in group["params"])
+            names.update(name for name in description.held if name.startswith(f"{key}/"))
+    return names
 
 
 def agree(ranks: Ranks, description: Description, digests: Sequence[bytes]) -> Shared:

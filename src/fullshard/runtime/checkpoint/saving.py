@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fullshard.core.ckpt.boxes import Division
 from fullshard.core.ckpt.manifest import FileEntry, Manifest, TensorEntry, file_name
 from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.agree import Ranks
 from fullshard.runtime.checkpoint.collector import no_collection
-from fullshard.runtime.checkpoint.describing import Description, agree, describe
+from fullshard.runtime.checkpoint.copying import Copies, Tensors
+from fullshard.runtime.checkpoint.describing import Description, agree, changed_by_steps, describe
 from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
 from fullshard.runtime.checkpoint.publish import MAX_STEP, Draft, prune
 
-Tensors = dict[str, torch.Tensor]
+# Copies what is to be written; of these names later, when it is finished.
+Copy = Callable[[Tensors, Collection[str]], Copies]
 
 _LOG = logging.getLogger("fullshard")
 
@@ -74,13 +74,19 @@ class Save:
         where: Where to.
         state: What the user gave.
         copy: Copies what this rank is to write, if it is not to be written at once.
+        overlap: What only optimizers change is copied when it is written.
 
     Raises:
         CheckpointError: The state cannot be saved, or not there; on all ranks.
     """
 
     def __init__(
-        self, ranks: Ranks, where: Where, state: Mapping[str, Any], copy: Callable[[Tensors], Tensors] | None = None
+        self,
+        ranks: Ranks,
+        where: Where,
+        state: Mapping[str, Any],
+        copy: Copy | None = None,
+        overlap: bool = False,
     ) -> None:
         described: list[Description] = []
 
@@ -96,21 +102,24 @@ class Save:
         self._values = described[0].values
         self._shared = agree(ranks, described[0], digests)
         self._tensors = described[0].written(self._shared, ranks.rank)
+        self._copies: Copies | None = None
         self._draft: Draft | None = None
         try:
-            path = ranks.on_all(lambda: self._begin(copy), "begin")[0]
+            later = changed_by_steps(state, described[0]) if overlap else ()
+            path = ranks.on_all(lambda: self._begin(copy, later), "begin")[0]
         except BaseException:
             self._abandon()
             raise
         assert path is not None, "the first rank makes the folder"
         self._path = path
 
-    def _begin(self, copy: Callable[[Tensors], Tensors] | None) -> Path | None:
+    def _begin(self, copy: Copy | None, later: Collection[str]) -> Path | None:
         self._check_complete()
         if self._ranks.rank == 0:
             self._draft = Draft(self._where.root, self._where.step, self._where.overwrite)
         if copy is not None:
-            self._tensors = copy(self._tensors)
+            self._copies = copy(self._tensors, later)
+            self._tensors = {}
         return None if self._draft is None else self._draft.path
 
     def _abandon(self) -> None:
@@ -134,6 +143,8 @@ class Save:
         return path
 
     def _write_own(self) -> _Report:
+        if self._copies is not None:
+            self._tensors = self._copies.finish()
         if not self._path.is_dir():
             raise CheckpointError(
                 f"{self._path} is not there, though the first rank has made it: all ranks must see the same folder, "

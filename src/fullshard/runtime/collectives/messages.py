@@ -25,6 +25,10 @@ _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Messages]] = weakref
 atexit.register(_MADE.clear)
 
 
+_SIZE_BYTES = 8
+_INSIDE_BYTES = 1016  # of what is small, which most is: it takes one round, not two
+
+
 class Messages:
     """Connections between some ranks of the job, all of which make this object.
 
@@ -57,11 +61,20 @@ class Messages:
             CommunicationError: A rank is gone, or did not take part within the limit.
         """
         data = packed(value)
-        sizes = torch.cat(self._gather(torch.tensor([data.numel()]), call, limit)).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = self._gather(padded, call, limit)
-        return [unpacked(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        size, inside = data.numel(), min(data.numel(), _INSIDE_BYTES)
+        letter = torch.zeros(_SIZE_BYTES + _INSIDE_BYTES, dtype=torch.uint8)
+        letter[:_SIZE_BYTES].view(torch.int64)[0] = size
+        letter[_SIZE_BYTES : _SIZE_BYTES + inside] = data[:inside]
+        letters = self._gather(letter, call, limit)
+        sizes = [int(each[:_SIZE_BYTES].view(torch.int64)[0]) for each in letters]
+        rest = max(sizes) - _INSIDE_BYTES
+        if rest > 0:
+            padded = torch.zeros(rest, dtype=torch.uint8)
+            padded[: size - inside] = data[inside:]
+            rests = self._gather(padded, call, limit)
+            letters = [torch.cat(pair) for pair in zip(letters, rests, strict=True)]
+        rows = zip(letters, sizes, strict=True)
+        return [unpacked(row[_SIZE_BYTES : _SIZE_BYTES + size]) for row, size in rows]
 
     def _gather(self, tensor: torch.Tensor, call: Call, limit: timedelta) -> list[torch.Tensor]:
         if self._failed:  # what is late may still come, and would be taken for the answer to something else
