@@ -13,8 +13,8 @@ values are compared with those that were saved.
 The limit of the disk: every rank writes as many bytes as its part of the state has from memory to one file, in pieces
 of 16 MiB, and waits for the disk (fsync); through the page cache and past it (O_DIRECT). The faster one counts.
 
-Stall: how long the call of an asynchronous save takes, which is what training waits for at least. Lost: that, and by
-how much the steps until the save is done take longer than other steps.
+Stall: how long the call of an asynchronous save takes, and the optimizer waits for a copy that is still being taken:
+what training waits for at least. Lost: that, and by how much the steps until the save is done take longer than others.
 
 Reshard: what two ranks saved is loaded by four, and what these save by three.
 """
@@ -67,20 +67,22 @@ CONTENDERS: dict[str, Contender] = {
     "dcp-threads": Contender("the same, 2 threads a rank", "fsdp2", ("save", "load")),
     "dcp-process": Contender("the same, saving in a process", "fsdp2", ("async",)),
     "fullshard": Contender("fullshard.checkpoint", "fullshard", ("save", "load", "async")),
+    "fullshard-overlap": Contender("the same, overlapped_save", "fullshard", ("async",)),
 }
-OURS, DISKS = "fullshard", ("disk-buffered", "disk-direct")
+OURS, OVERLAP, DISKS = "fullshard", "fullshard-overlap", ("disk-buffered", "disk-direct")
 RESHARDED = ("dcp", OURS)
 RESHARD_WORLDS = (4, 3)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio of ours, our `what` over `other`'s `over`, and what was set for it before anything was measured."""
+    """A ratio, `what` of ours over `other`'s `over`, and what was set for it before anything was measured."""
 
     what: str
     other: str
     over: str
     at_most: float | None
+    ours: str = OURS
 
 
 GOALS = (
@@ -89,6 +91,7 @@ GOALS = (
     Goal("load", "dcp", "load", 0.5),
     Goal("load", "disk", "load", None),
     Goal("stall", OURS, "save", 0.05),
+    Goal("stall", OURS, "save", 0.05, OVERLAP),
 )
 PLANNING_GOAL_SECONDS = 2.0
 
@@ -222,7 +225,7 @@ def ratios(found: Times) -> dict[str, dict[str, float]]:
     """By "our what / other's over" the spread of the ratios within rounds, for each goal that was measured."""
     made = {}
     for goal in GOALS:
-        mine, theirs = found.get(OURS, {}).get(goal.what), found.get(goal.other, {}).get(goal.over)
+        mine, theirs = found.get(goal.ours, {}).get(goal.what), found.get(goal.other, {}).get(goal.over)
         if mine and theirs:
             pairs = zip(mine, theirs, strict=False)  # saves in the background have fewer rounds
             made[_ratio_name(goal)] = asdict(Spread.of([a / b for a, b in pairs]))
@@ -230,7 +233,8 @@ def ratios(found: Times) -> dict[str, dict[str, float]]:
 
 
 def _ratio_name(goal: Goal) -> str:
-    return f"{goal.what} / {goal.other} {goal.over}"
+    ours = "" if goal.ours == OURS else f"{goal.ours} "
+    return f"{ours}{goal.what} / {goal.other} {goal.over}"
 
 
 def goal_lines(result: dict[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -155,10 +156,16 @@ class TorchSave:
 
 
 class Ours:
-    """fullshard.checkpoint."""
+    """fullshard.checkpoint.
 
-    def __init__(self, job: Any) -> None:
+    Args:
+        job: Model and optimizer.
+        overlap: Saves in the background also copy there.
+    """
+
+    def __init__(self, job: Any, overlap: bool = False) -> None:
         self._state = {"model": job.model, "optimizer": job.optimizer}
+        self._overlap = overlap
 
     def save(self, path: Path) -> None:
         """Step 1 in the folder `path`."""
@@ -176,7 +183,8 @@ class Ours:
         """As `save`."""
         from fullshard import checkpoint
 
-        return checkpoint.async_save(path, self._state, 1)
+        act = checkpoint.overlapped_save if self._overlap else checkpoint.async_save
+        return act(path, self._state, 1)
 
 
 class Disk:
@@ -223,6 +231,7 @@ SAVERS: dict[str, Callable[[Any], Saver]] = {
     "dcp-process": lambda job: Dcp(job, process=True),
     "torch-save": TorchSave,
     "fullshard": Ours,
+    "fullshard-overlap": lambda job: Ours(job, overlap=True),
 }
 
 
@@ -269,24 +278,45 @@ def make_trainer(rank: int, engine: str, nbytes: int) -> Handler:
 def _save_meanwhile(training: Training, async_save: Callable[[], Pending]) -> dict[str, float]:
     """Train while a save is in flight.
 
-    `stall_seconds` until `async_save` returned; `lost_seconds`: that, and by how much the steps until the save was done
-    took longer than steps without a save; `seconds` until it was done, `step_seconds` of a plain step, and `steps`.
+    `stall_seconds` until `async_save` returned, and how long the optimizer waited for the copy if that was still being
+    taken; `lost_seconds`: by how much all that and the steps until the save was done took longer than steps without a
+    save; `seconds` until it was done, `step_seconds` of a plain step, and `steps`.
     """
     plain_seconds = statistics.median([_timed(training.step) for _ in range(PLAIN_STEPS)][1:])
     began = time.perf_counter()
     pending: list[Pending] = []
     stall_seconds = _timed(lambda: pending.append(async_save()))
     steps: list[float] = []
-    while not steps or not _everywhere(pending[0].done()):
-        steps.append(_timed(training.step))
+    with _timing_the_wait(training.job, pending[0]) as waits:
+        while not steps or not _everywhere(pending[0].done()):
+            steps.append(_timed(training.step))
     pending[0].result()
     return {
-        "stall_seconds": stall_seconds,
+        "stall_seconds": stall_seconds + sum(waits),
         "lost_seconds": stall_seconds + sum(steps) - plain_seconds * len(steps),
         "seconds": time.perf_counter() - began,
         "step_seconds": plain_seconds,
         "steps": len(steps),
     }
+
+
+@contextmanager
+def _timing_the_wait(job: Any, pending: Any) -> Iterator[list[float]]:
+    """How long each step of the optimizer must wait for the copy of a pending save."""
+    waits: list[float] = []
+    update, wait = job.update, getattr(pending, "wait_copied", lambda: None)
+
+    def timed_update() -> None:
+        began = time.perf_counter()
+        wait()
+        waits.append(time.perf_counter() - began)
+        update()
+
+    job.update = timed_update
+    try:
+        yield waits
+    finally:
+        job.update = update
 
 
 def _timed(act: Callable[[], Any]) -> float:

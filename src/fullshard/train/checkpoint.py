@@ -89,8 +89,9 @@ class Saver:
         state = {**self._state.tensors(), "run": _run_values(self._state, progress)}
         self._begun = progress.step
         if settings.async_mode == "async" and not wait:
-            self._pending = checkpoint.async_save(self._root, state, progress.step, **options)
-            return f"saving step {progress.step} in the background, copied in {time.perf_counter() - started:.2f} s"
+            # Between two steps of the optimizer nothing here changes what may be copied meanwhile.
+            self._pending = checkpoint.overlapped_save(self._root, state, progress.step, **options)
+            return f"saving step {progress.step} in the background, begun in {time.perf_counter() - started:.2f} s"
         path = checkpoint.save(self._root, state, progress.step, **options)
         self.step = self._begun
         return f"saved {path} in {time.perf_counter() - started:.1f} s"

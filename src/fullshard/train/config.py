@@ -195,7 +195,7 @@ class ParallelConfig:
 class CheckpointConfig:
     """When to save (interval 0: only at the end and when the run is stopped), how, and whether to resume.
 
-    `async_mode` "async" stops the steps only for a copy of this rank's part; a thread writes it.
+    With `async_mode` "async" a thread copies this rank's part during the next step, and writes it during later ones.
     """
 
     interval: int = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from fullshard.runtime.checkpoint.copying import Copies, HostMemory, Tensors
 from fullshard.runtime.checkpoint.saving import Save
@@ -27,9 +29,13 @@ class PendingSave:
         self._error: BaseException | None = None
         self.error_seen = False  # by the user
         self._thread = threading.Thread(target=self._run, name="fullshard-save")
+        # Whoever starts a thread lets it run until it waits or has had its turn, and that is longer than all the rest.
+        self._begin = threading.Event()
         self._thread.start()
+        self._begin.set()
 
     def _run(self) -> None:
+        self._begin.wait()
         assert self._save is not None
         try:
             self._path = self._save.write()
@@ -101,7 +107,7 @@ class Background:
         self._pending = PendingSave(save, copies.finished)
         return self._pending
 
-    def copy(self, tensors: Tensors, later: Collection[str]) -> Copies:
+    def copy(self, tensors: Tensors, later: Mapping[str, torch.Tensor]) -> Copies:
         """Copies on the CPU, also of tensors that are there already. Those of the call before are gone."""
         if later:
             OPTIMIZER_HOOKS.ensure()

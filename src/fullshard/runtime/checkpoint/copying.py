@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -33,16 +33,17 @@ class Copies:
     Args:
         tensors: Of what, by name.
         memory: Where to.
-        later: Names of those that may be copied in `finish`: nobody changes them before.
+        later: Name -> tensor of the state, for those that may be copied in `finish`: nobody changes them before.
 
     Attributes:
         finished: Set when all tensors may be changed again.
     """
 
-    def __init__(self, tensors: Tensors, memory: HostMemory, later: Collection[str] = ()) -> None:
-        # A tensor of inference mode does not count its changes.
+    def __init__(self, tensors: Tensors, memory: HostMemory, later: Mapping[str, torch.Tensor]) -> None:
         self._later = {name: t for name, t in tensors.items() if name in later and not t.is_inference()}
-        self._versions = {name: tensor._version for name, tensor in self._later.items()}
+        # A DTensor counts changes made by way of it, its local tensor others; one of inference mode counts none.
+        self._counts = {name: (tensor, later[name]) for name, tensor in self._later.items()}
+        self._versions = {name: _versions(pair) for name, pair in self._counts.items()}
         now = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         split = sum(map(_room, now.values()))
         total = split + sum(map(_room, self._later.values()))
@@ -74,9 +75,9 @@ class Copies:
             _copy(copies, {name: tensor for name, tensor in later.items() if tensor.device not in ready})
             for stream in streams:
                 stream.synchronize()
-            changed = [name for name, tensor in later.items() if tensor._version != self._versions[name]]
+            changed = [name for name, pair in self._counts.items() if _versions(pair) != self._versions[name]]
         finally:
-            self._later, self._ready = {}, {}
+            self._later, self._counts, self._ready = {}, {}, {}
             self.finished.set()
         if changed:
             raise CheckpointError(
@@ -85,6 +86,10 @@ class Copies:
                 "parameter, or a state of an optimizer, call wait_copied() of the pending save; or use async_save"
             )
         return self._copies | copies
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
 def _room(tensor: torch.Tensor) -> int:

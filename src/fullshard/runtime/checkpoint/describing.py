@@ -85,15 +85,17 @@ def describe(state: Mapping[str, Any], ranks: Ranks) -> Description:
     return Description(everything, own, collected.rank_values, collected.tensors)
 
 
-def changed_by_steps(state: Mapping[str, Any], description: Description) -> set[str]:
-    """Names of tensors that change only when an optimizer of `state` steps: its parameters, and its own."""
-    names: set[str] = set()
+def changed_by_steps(state: Mapping[str, Any], description: Description) -> dict[str, torch.Tensor]:
+    """Tensors, as the state has them, that only a step of an optimizer in it changes: its parameters, and its own."""
+    found: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         optimizer = inner(value)
         if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, InBackwardOptimizer):
-            names.update(name for group in description.told.values[key]["groups"] for name in group["params"])
-            names.update(name for name in description.held if name.startswith(f"{key}/"))
-    return names
+            parameters = {name for group in description.told.values[key]["groups"] for name in group["params"]}
+            for name, held in description.held.items():
+                if name in parameters or name.startswith(f"{key}/"):
+                    found[name] = held.source
+    return found
 
 
 def agree(ranks: Ranks, description: Description, digests: Sequence[bytes]) -> Shared:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fullshard.core.ckpt.boxes import Division
 from fullshard.core.ckpt.manifest import FileEntry, Manifest, TensorEntry, file_name
@@ -20,8 +22,8 @@ from fullshard.runtime.checkpoint.describing import Description, agree, changed_
 from fullshard.runtime.checkpoint.files.writing import piece_of, write_file
 from fullshard.runtime.checkpoint.publish import MAX_STEP, Draft, prune
 
-# Copies what is to be written; of these names later, when it is finished.
-Copy = Callable[[Tensors, Collection[str]], Copies]
+# Copies what is to be written; of these later, when it is finished.
+Copy = Callable[[Tensors, Mapping[str, torch.Tensor]], Copies]
 
 _LOG = logging.getLogger("fullshard")
 
@@ -105,7 +107,7 @@ class Save:
         self._copies: Copies | None = None
         self._draft: Draft | None = None
         try:
-            later = changed_by_steps(state, described[0]) if overlap else ()
+            later = changed_by_steps(state, described[0]) if overlap else {}
             path = ranks.on_all(lambda: self._begin(copy, later), "begin")[0]
         except BaseException:
             self._abandon()
@@ -113,7 +115,7 @@ class Save:
         assert path is not None, "the first rank makes the folder"
         self._path = path
 
-    def _begin(self, copy: Copy | None, later: Collection[str]) -> Path | None:
+    def _begin(self, copy: Copy | None, later: Mapping[str, torch.Tensor]) -> Path | None:
         self._check_complete()
         if self._ranks.rank == 0:
             self._draft = Draft(self._where.root, self._where.step, self._where.overwrite)

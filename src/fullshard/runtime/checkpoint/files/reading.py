@@ -22,7 +22,7 @@ from fullshard.runtime.checkpoint.files.checks import (
 from fullshard.runtime.checkpoint.files.header import PAGE_BYTES, header_bytes, parse
 from fullshard.runtime.checkpoint.files.memory import Pages
 
-PORTION_BYTES = 4 << 20  # the most bytes of a tensor that are asked for at once
+PORTION_BYTES = 8 << 20  # the most bytes of a tensor that are asked for at once
 STRETCH_BYTES = PORTION_BYTES + 2 * BLOCK_BYTES  # the most that are read at once: the blocks that they begin and end in
 _BUFFER_BYTES = STRETCH_BYTES + 2 * PAGE_BYTES
 _DIRECT_BYTES = 256 << 10  # smaller reads are better served by the system, which reads ahead

@@ -19,7 +19,7 @@ from fullshard.runtime.checkpoint.files.worker import Worker
 
 _T = TypeVar("_T")
 
-_AHEAD = 3  # stretches that are fetched while one is used
+_AHEAD = 1  # stretches that are fetched while one is used: one thread cannot keep up with more
 _GAP_BYTES = 64 << 10  # reading so much that nobody wants takes less time than to read twice
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -208,7 +208,7 @@ class _Collector:
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name!r} is a DTensor, of which no rank has all: it cannot be per_rank(...)")
         held = self._rows.held(tensor, name)
-        self.made.tensors[name] = Held(held.tensor, held.shape, Division.whole_on(self._rank))
+        self.made.tensors[name] = replace(held, division=Division.whole_on(self._rank))
         return name
 
 

@@ -30,11 +30,13 @@ class Held:
         shape: Global shape.
         division: Who holds what. None is a plain tensor, which is the same on every rank that has it: one of them
             writes it. Tensors that are divided alike share one object.
+        source: The tensor of the state.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     division: Division | None
+    source: torch.Tensor
 
     @property
     def dtype(self) -> str:
@@ -48,6 +50,7 @@ class _Way:
 
     Attributes:
         mesh: The mesh, kept because it is known by its identity.
+        ranks: Of it, the last axis fastest.
         sizes: Of its axes.
         coordinate: This rank's.
         splits: (dim, mesh axis) in the order in which the axes split what is left.
@@ -55,6 +58,7 @@ class _Way:
     """
 
     mesh: DeviceMesh
+    ranks: tuple[int, ...]
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
     splits: Splits
@@ -98,13 +102,13 @@ class Rows:
             ValueError: It cannot be written as rows of a plain tensor; the message names it.
         """
         if not isinstance(tensor, DTensor):
-            return Held(_plain(tensor, name), tuple(tensor.shape), None)
+            return Held(_plain(tensor, name), tuple(tensor.shape), None, tensor)
         part, local = self._find(tensor, name)
         if part.own is None:
             local = local.new_empty(0)
         elif part.own:
             local = local[part.own]
-        return Held(local, tuple(tensor.shape), part.division)
+        return Held(local, tuple(tensor.shape), part.division, tensor)
 
     def wanted(self, tensor: torch.Tensor, name: str) -> tuple[Box, torch.Tensor]:
         """(what to read, where to) to fill `tensor` on this rank.
@@ -137,8 +141,7 @@ class Rows:
         box = way.box(shape, way.splits)
         shared = shared_splits(shape, itemsize, way.sizes, way.splits, way.replicate)
         splits = way.splits + shared
-        ranks = tuple(way.mesh.mesh.flatten().tolist())
-        division = Division(way.sizes, ranks, splits)
+        division = Division(way.sizes, way.ranks, splits)
         division = self._divisions.setdefault(division, division)
         split = {axis for _, axis in splits}
         if any(place and axis not in split for axis, place in enumerate(way.coordinate)):
@@ -153,7 +156,8 @@ class Rows:
                 raise ValueError(f"this rank is not in the mesh of {name!r}, {mesh}; save it on the ranks that are")
             replicate = tuple(a for a, kind in enumerate(placements) if kind.is_replicate() and mesh.size(a) > 1)
             splits = _splits(mesh, placements, name)
-            self._ways[key] = _Way(mesh, tuple(mesh.shape), tuple(coordinate), splits, replicate)
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            self._ways[key] = _Way(mesh, ranks, tuple(mesh.shape), tuple(coordinate), splits, replicate)
         return self._ways[key]
 
 
