@@ -80,6 +80,7 @@ class TensorFile:
             _check_size(nbytes, expected)
             header = self._bytes(0, header_bytes(self._bytes(0, min(8, nbytes)), nbytes))
             self.spans = parse(header, nbytes)
+            self._shift = len(header) % PAGE_BYTES  # none in our files: their data begin at a whole page
             self._sums, self._first_sum = self._checks(header, expected)
             self._sums = self._sums if verify else None
             self._direct = _open_direct(self._file) if direct else None
@@ -128,8 +129,9 @@ class TensorFile:
             CheckpointDamagedError: It ends before.
             CheckpointError: It cannot be read.
         """
-        place, count = begin % PAGE_BYTES, end - begin  # so bytes lie in memory as their dtype asks for
-        if self._direct is not None and count >= _DIRECT_BYTES:
+        # In memory as from the first byte of all data on, where elements are aligned, if they are at all.
+        place, count = (begin - self._shift) % PAGE_BYTES, end - begin
+        if self._direct is not None and count >= _DIRECT_BYTES and not self._shift:
             pages = buffer.view[: -(-(place + count) // PAGE_BYTES) * PAGE_BYTES]
             with suppress(OSError):  # this file system asks for more than whole pages, or the disk fails: again below
                 if os.preadv(self._direct, [pages], begin - place) >= place + count:

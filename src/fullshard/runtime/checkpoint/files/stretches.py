@@ -77,7 +77,7 @@ class Stretch(Generic[_T]):
         start = first + portion.start - portion.begin
         data = self._buffer.tensor[start : start + portion.stop - portion.start]
         dtype = torch_dtype(self._file.spans[portion.name].dtype)
-        # A file from elsewhere need not care where elements of several bytes begin.
+        # Other programs need not care where elements of several bytes begin.
         return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
