@@ -186,10 +186,31 @@ def _process_group(call: Call) -> Iterator[None]:
     try:
         if call.init_group:
             _init_process_group(call)
+        else:
+            _await_ended_groups()  # such a function may fork, and a fork gets no threads
         yield
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _destroy_groups()
+
+
+_ENDING: list[threading.Thread] = []
+
+
+def _destroy_groups() -> None:
+    """Destroy all groups; each of Gloo's takes 20 ms to end its thread, which it may do beside the next call."""
+    import torch.distributed as dist
+
+    groups = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    _await_ended_groups()
+    _ENDING.append(threading.Thread(target=groups.clear, name="end-groups", daemon=True))
+    _ENDING[-1].start()
+
+
+def _await_ended_groups() -> None:
+    while _ENDING:
+        _ENDING.pop().join()
 
 
 def _init_process_group(call: Call) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import ipaddress
 import json
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster import Cluster
 from fullshard.cli import _run_rank, main
 from fullshard.train.settings import load_settings
 from fullshard.train.worker import Output
@@ -98,7 +101,13 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir()) if root.exists() else []
 
 
-def test_json_summary_is_one_document_on_stdout(tmp_path: Path) -> None:
+def main_of_one_rank(rank: int, arguments: list[str]) -> tuple[int, str]:
+    """Exit code and stdout of a run that starts no other process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return main(arguments), out.getvalue()
+
+
+def test_json_summary_is_one_document_on_stdout(cluster: Cluster, tmp_path: Path) -> None:
     profile = ("--profile", "--profile.start=1", "--profile.steps=4")
     code, out, err = finish(start("train", write_config(tmp_path, steps=5), "--json", "--train.seed", "5", *profile))
     assert code == 0, err
@@ -115,8 +124,9 @@ def test_json_summary_is_one_document_on_stdout(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["latest", "step-5"]
     assert summary["profile"]["measured_steps"] == 1
     assert (folder / "profile" / "summary.txt").read_text().rstrip() in err
-    again, out, err = finish(start("train", folder / "config.toml", "--json", "--nproc", "1", "--train.steps=1"))
-    assert again == 0, err
+    arguments = ["train", str(folder / "config.toml"), "--json", "--nproc", "1", "--train.steps=1"]
+    ((again, out),) = cluster.run(main_of_one_rank, arguments, world_size=1, init_group=False)
+    assert again == 0
     assert json.loads(out)["run_folder"] == str(folder) + "-2"
     assert "seed = 5" in (folder / "config.toml").read_text()
 
@@ -153,19 +163,20 @@ def listening_addresses(pid: int) -> set[str]:
     return {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
-def test_stopped_run_saves_and_can_be_resumed(
-    training: subprocess.Popen[str], tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def step_of_stopped(training: subprocess.Popen[str], folder: Path, number: signal.Signals, code: int) -> int:
+    """The step after which a run that got a signal has ended; it has saved a checkpoint and said so."""
     training.send_signal(number)
     found, out, err = finish(training)
     assert found == code, err
-    latest, saved = checkpoints(tmp_path)
-    step = int(saved.removeprefix("step-"))
+    latest, *saved = checkpoints(folder)
+    step = max(int(name.removeprefix("step-")) for name in saved)
     assert f"{number.name}: stopping after step {step}; saving a checkpoint." in out
     assert (latest, step >= 3) == ("latest", True)
-    if number == signal.SIGINT:
-        return
+    return step
+
+
+def test_stopped_run_saves_and_can_be_resumed(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    step = step_of_stopped(training, tmp_path, signal.SIGTERM, 75)
     again = start("train", tmp_path / "a.toml", "--resume", "--train.steps", step + 2, "--json")
     found, out, err = finish(again)
     assert found == 0, err
@@ -174,7 +185,7 @@ def test_stopped_run_saves_and_can_be_resumed(
 
 
 def test_a_run_that_is_asked_to_save_goes_on(training: subprocess.Popen[str], tmp_path: Path) -> None:
-    """SIGUSR1 to the command, as `sbatch --signal=USR1@60` sends it, and then the end."""
+    """SIGUSR1 to the command, as `sbatch --signal=USR1@60` sends it, and then the end, here by Ctrl-C: it saves again."""
     assert training.stdout is not None
     training.send_signal(signal.SIGUSR1)
     asked = next(line for line in training.stdout if line.startswith("SIGUSR1"))
@@ -184,6 +195,7 @@ def test_a_run_that_is_asked_to_save_goes_on(training: subprocess.Popen[str], tm
         if line.startswith(f"step {step + 3:>5}/"):
             break
     assert checkpoints(tmp_path) == ["latest", f"step-{step}"]
+    assert step_of_stopped(training, tmp_path, signal.SIGINT, 130) >= step + 3
 
 
 def test_error_in_the_ranks_is_printed_once(tmp_path: Path) -> None:
@@ -208,7 +220,7 @@ def test_signal_while_the_text_is_read_ends_promptly(
     process = start("train", config, *arguments)
     with (tmp_path / "endless.pipe").open("wb"):  # returns when rank 0 reads
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=4 if ranks > 1 else 0.1)
+            process.wait(timeout=3 if ranks > 1 else 0.1)
         process.send_signal(number)
         found, out, err = finish(process)
     assert found == code, err

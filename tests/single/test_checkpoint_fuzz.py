@@ -244,13 +244,13 @@ def changed(document: Any, changes: list[tuple[int, str, Any]]) -> str:
     return json.dumps(document)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(CHANGES)
 def test_any_manifest_loads_what_it_says_or_is_refused(sound: Files, folder: Path, changes: Any) -> None:
     try_reading(folder, {**sound, MANIFEST_FILE: sealed(changed(document_of(sound), changes))})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2), CHANGES)
 def test_any_header_loads_what_it_says_or_is_refused(sound: Files, folder: Path, rank: int, changes: Any) -> None:
     header = changed(header_of(sound[file_name(rank)]), changes)
