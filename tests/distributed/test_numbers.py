@@ -13,8 +13,15 @@ from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from models import by_name, make_model, run_case
 
 
-def check_clip(rank: int, name: str, setup: Setup, norm_type: float) -> None:
+NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
+
+
+def check_clip(rank: int, name: str, replicas: int) -> None:
+    """Each step clips by another norm."""
+    norm_types = iter(NORM_TYPES)
+
     def clip(rank: int, ours: nn.Module, reference: nn.Module, setup: Setup) -> None:
+        norm_type = next(norm_types)
         # torch cannot add a replicated norm to a sharded one, nor take the infinite norm of an empty shard.
         torch_can = name != "scalar" and norm_type != float("inf")
         torch_value = torch.nn.utils.clip_grad_norm_(ours.parameters(), 1e9, norm_type) if torch_can else None
@@ -24,15 +31,14 @@ def check_clip(rank: int, name: str, setup: Setup, norm_type: float) -> None:
         if torch_value is not None:
             torch.testing.assert_close(full(torch_value), want, rtol=1e-12, atol=0)
 
-    check_reference(rank, name, setup, clip)
+    check_reference(rank, name, Setup(replicas=replicas, steps=len(NORM_TYPES)), clip)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("name", ["uneven_mlp", "narrow", "one_element", "frozen", "unused_branch", "scalar"])
-def test_clipped_norm_is_global(cluster: Cluster, name: str, world_size: int, replicas: int, norm_type: float) -> None:
+def test_clipped_norm_is_global(cluster: Cluster, name: str, world_size: int, replicas: int) -> None:
     """B56: one norm over all shards, the same on every rank, with empty shards and gradients that are None."""
-    cluster.run(check_clip, name, Setup(replicas=replicas), norm_type, world_size=world_size)
+    cluster.run(check_clip, name, replicas, world_size=world_size)
 
 
 def check_clip_without_gradients(rank: int) -> None:
