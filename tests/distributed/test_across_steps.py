@@ -290,7 +290,7 @@ def check_rank_stops(rank: int) -> None:
 
 
 def test_a_rank_that_does_not_begin_the_step_is_named(cluster: Cluster) -> None:
-    cluster.run(check_rank_stops, group_timeout=3.0)
+    cluster.run(check_rank_stops, group_timeout=2.0)
 
 
 def check_post_optim_event(rank: int) -> None:

@@ -125,7 +125,7 @@ def _wait_for_rank_0() -> None:
 
 def test_rank_without_any_command(cluster: Cluster) -> None:
     """B27: named within the time limit."""
-    text, _ = cluster.run(check_absent, group_timeout=3.0)
+    text, _ = cluster.run(check_absent, group_timeout=2.0)
     assert text.startswith("comparison before gather unit '(root)' (")
     assert "command 1 of step 2) of unit '(root)': rank 0 waited for rank(s) [1]" in text
     assert "rank 1 posted nothing" in text

@@ -461,7 +461,7 @@ def check_alone(rank: int) -> None:
 
 def test_a_full_state_dict_on_one_rank_alone_ends_with_an_error_that_names_the_others(cluster: Cluster) -> None:
     """B111."""
-    cluster.run(check_alone, group_timeout=3.0)
+    cluster.run(check_alone, group_timeout=2.0)
 
 
 def check_saved_by_rank_0(rank: int) -> None:

@@ -366,7 +366,7 @@ def check_rank0_alone(rank: int, broadcast: bool) -> None:
 def test_full_dict_on_rank_0_only(cluster: Cluster) -> None:
     """B116: with broadcast it loads; without, the ranks that have nothing say so at once, and rank 0 does not hang."""
     cluster.run(check_rank0_alone, True, world_size=4)
-    outcomes = cluster.run_outcomes(check_rank0_alone, False, group_timeout=3.0)
+    outcomes = cluster.run_outcomes(check_rank0_alone, False, group_timeout=2.0)
     assert [outcome.kind for outcome in outcomes] == ["error", "error"]
     assert "state_dict is empty" in outcomes[1].text
 
@@ -379,7 +379,7 @@ def check_gather_alone(rank: int) -> None:
 
 def test_full_gather_on_rank_0_alone_ends(cluster: Cluster) -> None:
     """B111."""
-    outcomes = cluster.run_outcomes(check_gather_alone, group_timeout=3.0)
+    outcomes = cluster.run_outcomes(check_gather_alone, group_timeout=2.0)
     assert outcomes[0].kind == "error", outcomes
 
 

@@ -447,7 +447,7 @@ def check_stopped_rank(rank: int) -> None:
 
 def test_rank_that_does_not_take_part(cluster: Cluster) -> None:
     """B27: the error names the module and the rank that did not call it."""
-    outcomes = cluster.run_outcomes(check_stopped_rank, group_timeout=3.0)
+    outcomes = cluster.run_outcomes(check_stopped_rank, group_timeout=2.0)
     assert outcomes[0].error_type in ("PeerTimeoutError", "PeerLostError")
     assert "gather of unit 'blocks.0': rank 0 waited for rank(s) [1]" in outcomes[0].details
 
@@ -465,6 +465,6 @@ def check_skipping_rank(rank: int, transport: str) -> None:
 )
 def test_rank_that_skips_a_module(cluster: Cluster, transport: str, message: str) -> None:
     """B27, B28: units are told apart, so that a wrong order cannot mix up their rows."""
-    outcomes = cluster.run_outcomes(check_skipping_rank, transport, group_timeout=3.0)
+    outcomes = cluster.run_outcomes(check_skipping_rank, transport, group_timeout=2.0)
     assert all(outcome.kind == "error" for outcome in outcomes)
     assert any("blocks." in outcome.details and message in outcome.details for outcome in outcomes)

@@ -12,7 +12,6 @@ from cluster import Cluster
 from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from models import by_name, make_model, run_case
 
-
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
 
 

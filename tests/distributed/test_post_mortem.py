@@ -23,7 +23,7 @@ from fullshard.runtime.whole.forms import Form
 from fullshard.runtime.whole.module_state import write_module
 from fullshard.runtime.whole.optim_state import write_optimizer
 
-LIMIT_SECONDS = 3.0
+LIMIT_SECONDS = 2.0
 NOTHING = "  rank {} posted nothing: its process has ended, it is stuck or busy outside of fullshard, or the network to"
 
 

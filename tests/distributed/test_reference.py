@@ -44,7 +44,9 @@ def last_dim(parameter: torch.nn.Parameter) -> Shard | None:
     return Shard(parameter.dim() - 1) if parameter.dim() > 1 else None
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("shm", 3), ("shm", 4), ("direct", 3), ("torch", 3), ("torch", 2)])
+@pytest.mark.parametrize(
+    ("transport", "world_size"), [("shm", 3), ("shm", 4), ("direct", 3), ("torch", 3), ("torch", 2)]
+)
 @pytest.mark.parametrize("name", ["mlp", "uneven_mlp", "narrow", "conv", "llama", "tied", "root_and_blocks"])
 def test_other_dims_equal_unsharded_training(cluster: Cluster, name: str, world_size: int, transport: str) -> None:
     """B09: rows may be those of any dim, also where they do not divide evenly."""

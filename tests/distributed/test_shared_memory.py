@@ -323,7 +323,7 @@ def check_other_order(rank: int) -> None:
 
 def test_ranks_in_another_order_are_refused_not_mixed(cluster: Cluster) -> None:
     """All units are of one size, so the ranks meet in the same block with the rows of different units."""
-    cluster.run(check_other_order, expect=CommunicationError, match="another command|another way", group_timeout=3.0)
+    cluster.run(check_other_order, expect=CommunicationError, match="another command|another way", group_timeout=2.0)
 
 
 def lose_a_rank(rank: int, victim: int, moment: int) -> None:

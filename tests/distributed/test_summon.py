@@ -116,7 +116,7 @@ def check_one_rank_alone(rank: int) -> None:
 
 def test_a_full_gather_on_one_rank_alone_ends_with_an_error_that_names_the_others(cluster: Cluster) -> None:
     """B111."""
-    cluster.run(check_one_rank_alone, group_timeout=3.0)
+    cluster.run(check_one_rank_alone, group_timeout=2.0)
 
 
 # What is shown and what is kept

@@ -185,7 +185,7 @@ def test_stopped_run_saves_and_can_be_resumed(training: subprocess.Popen[str], t
 
 
 def test_a_run_that_is_asked_to_save_goes_on(training: subprocess.Popen[str], tmp_path: Path) -> None:
-    """SIGUSR1 to the command, as `sbatch --signal=USR1@60` sends it, and then the end, here by Ctrl-C: it saves again."""
+    """SIGUSR1 to the command, as `sbatch --signal=USR1@60` sends it; Ctrl-C then saves again and ends it."""
     assert training.stdout is not None
     training.send_signal(signal.SIGUSR1)
     asked = next(line for line in training.stdout if line.startswith("SIGUSR1"))
