@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -55,6 +56,14 @@ def run_failing(model: nn.Module, rank: int, steps: int = 2) -> str:
     assert time.monotonic() - started < 25.0
     say_done()
     return text
+
+
+@contextlib.contextmanager
+def nobody_answers() -> Iterator[None]:
+    """Words of others are waited for half a second, not two: there will be none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(postmortem, "WAIT_SECONDS", 0.5)
+        yield
 
 
 def fail(*_: Any) -> None:
@@ -125,7 +134,8 @@ def check_alone(rank: int) -> str:
         dist.all_reduce(torch.ones(1), async_op=True)
         stay_until_done(1)
         return ""
-    return run_failing(model, rank, steps=1)
+    with nobody_answers():
+        return run_failing(model, rank, steps=1)
 
 
 def test_call_on_one_rank_only(cluster: Cluster) -> None:
@@ -142,7 +152,7 @@ def check_clipping_alone(rank: int) -> str:
     if rank == 1:
         stay_until_done(0)
         return ""
-    with pytest.raises(CommunicationError) as caught:
+    with nobody_answers(), pytest.raises(CommunicationError) as caught:
         clip_grad_norm_(model, 1.0)
     say_done()
     return str(caught.value)
@@ -159,7 +169,7 @@ def check_first_forward_alone(rank: int) -> str:
     if rank == 1:
         stay_until_done(0)
         return ""
-    with pytest.raises(PeerTimeoutError) as caught:
+    with nobody_answers(), pytest.raises(PeerTimeoutError) as caught:
         model(batch(rank))
     say_done()
     return str(caught.value)
@@ -215,7 +225,8 @@ def check_overcome(rank: int) -> str:
     if rank == 1:
         stay_until_done(0)
         return ""
-    return run_failing(model, rank)
+    with nobody_answers():
+        return run_failing(model, rank)
 
 
 def test_failure_that_was_overcome_is_not_told(cluster: Cluster) -> None:
