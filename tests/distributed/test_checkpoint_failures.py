@@ -30,7 +30,7 @@ from torch import nn
 from cluster import Cluster
 from fullshard import checkpoint
 from fullshard.errors import CheckpointError, CheckpointExistsError, FullshardError
-from fullshard.runtime.checkpoint import publish
+from fullshard.runtime.checkpoint import copying, publish
 from fullshard.runtime.checkpoint.files import folder as folder_module
 from fullshard.runtime.checkpoint.files import writing
 
@@ -60,11 +60,11 @@ def join(rank: int, folder: Path, name: str) -> dist.Store:
     return store
 
 
-def save_in_background(root: Path, state: dict[str, Any], step: int) -> None:
-    checkpoint.async_save(root, state, step).result()
-
-
-SAVES: dict[str, Callable[..., Any]] = {"save": checkpoint.save, "async_save": save_in_background}
+SAVES: dict[str, Callable[..., Any]] = {
+    "save": checkpoint.save,
+    "async_save": lambda root, state, step: checkpoint.async_save(root, state, step).result(),
+    "overlapped_save": lambda root, state, step: checkpoint.overlapped_save(root, state, step).result(),
+}
 
 
 def try_saving(root: Path, job: Job, step: int, save: str = "save", **more: Any) -> str:
@@ -119,6 +119,17 @@ class Plan:
     save: str = "save"
 
 
+def in_copy(act: Callable[[], None]) -> None:
+    """In the thread that copies what optimizers change, while training goes on."""
+    original = copying.Copies.finish
+
+    def finish(copies: copying.Copies) -> copying.Tensors:
+        act()
+        return original(copies)
+
+    copying.Copies.finish = finish  # type: ignore[method-assign]
+
+
 def at_second_write(act: Callable[[], None]) -> None:
     """In the thread that writes the rank's file, when some of it is there."""
     writing.STAGING_BYTES = 4096
@@ -167,7 +178,7 @@ def after_rename(act: Callable[[], None]) -> None:
     publish.Draft._rename = rename  # type: ignore[method-assign]
 
 
-PLACES = {f.__name__: f for f in (at_second_write, before_manifest, before_rename, after_rename)}
+PLACES = {f.__name__: f for f in (in_copy, at_second_write, before_manifest, before_rename, after_rename)}
 
 
 def save_twice(rank: int, plan: Plan) -> str:
@@ -194,6 +205,7 @@ def check_signal(rank: int, plan: Plan) -> tuple[Ended, Ended]:
     [
         ("save", 1, "at_second_write", 1),
         ("async_save", 0, "at_second_write", 1),
+        ("overlapped_save", 1, "in_copy", 1),
         ("save", 0, "before_manifest", 1),
         ("async_save", 0, "before_rename", 1),
         ("save", 0, "after_rename", 2),
@@ -205,7 +217,7 @@ def test_rank_killed_in_a_save(cluster: Cluster, tmp_path: Path, save: str, bad:
     (killed, _), (survivor, _) = ended[bad], ended[1 - bad]
     assert killed.code == -signal.SIGKILL
     assert survivor.code == 0, survivor.text
-    phase = "write" if where == "at_second_write" else "publish"
+    phase = "write" if where in ("in_copy", "at_second_write") else "publish"
     assert survivor.text.startswith(f"PeerLostError: {phase} of a checkpoint: rank {1 - bad} waited for"), survivor.text
     assert f"Look first at rank {bad}: ended without a word" in survivor.text
     for _, after in ended:
@@ -230,7 +242,7 @@ def save_and_be_killed_loading(rank: int, folder: Path) -> str:
     checkpoint.save(root, state_of(make_job(rank, 1)), 1)
     dist.barrier()
     if rank == 1:
-        folder_module.Checkpoint.read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        folder_module.Checkpoint.read_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     try:
         checkpoint.load(root, state_of(make_job(rank)))
     except FullshardError as error:
