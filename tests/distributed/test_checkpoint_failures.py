@@ -264,6 +264,35 @@ def test_rank_killed_in_a_load(cluster: Cluster, tmp_path: Path) -> None:
         assert (after.code, after.text) == (0, "1")
 
 
+def first_save_alone(rank: int, folder: Path) -> str:
+    """The first save of a job, on one rank; the other one goes on to something else."""
+    join(rank, folder, "job")
+    job = make_job(rank)
+    try:
+        if rank == 0:
+            checkpoint.save(folder / "root", state_of(job), 1)
+        else:
+            job[0](batch(rank, 0))
+    except FullshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def check_first_save_alone(rank: int, folder: Path) -> Ended:
+    return in_fork(lambda: first_save_alone(rank, folder))
+
+
+def test_first_save_on_one_rank_only(cluster: Cluster, tmp_path: Path) -> None:
+    alone, other = cluster.run(check_first_save_alone, tmp_path, init_group=False)
+    expected = (
+        "PeerTimeoutError: connect to save or load a checkpoint: rank 0 waited for ranks [1]: nothing arrived within"
+    )
+    assert alone.text.startswith(expected), alone.text
+    assert "a call on one rank only" in alone.text
+    assert other.text.startswith("PeerTimeoutError: comparison of the model"), other.text
+    assert not (tmp_path / "root").exists()
+
+
 # -- errors that ranks hear of -----------------------------------------------------------------------------------------
 
 

@@ -140,26 +140,133 @@ def test_the_next_portion_is_fetched_while_one_is_used(tmp_path: Path, monkeypat
 def test_what_was_read_ahead_before_an_error_does_not_reach_who_reads_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The error comes with the second portion, while the third one is on its way to the buffer of the first."""
     path, tensor = three_portions(tmp_path, monkeypatch)
-    slow, fetch = threading.Event(), TensorFile.fetch
+    slow, fetch, verify = threading.Event(), TensorFile.fetch, TensorFile.verify
 
     def fetching(self: TensorFile, begin: int, end: int, buffer: Buffer) -> int:
-        if begin > 2 * BLOCK_BYTES and not slow.is_set():
+        if begin > 4 * BLOCK_BYTES and not slow.is_set():
             slow.set()
             time.sleep(0.2)
         return fetch(self, begin, end, buffer)
 
+    def verifying(self: TensorFile, portion: Portion, data: memoryview) -> None:
+        if portion.begin > 2 * BLOCK_BYTES and broken:
+            broken.clear()
+            raise CheckpointDamagedError("as if")
+        verify(self, portion, data)
+
     monkeypatch.setattr(TensorFile, "fetch", fetching)
-    flip(path / file_name(0), 4096 + 1000)
-    out = torch.zeros(2 * BLOCK_BYTES // 4)
-    with Checkpoint(path) as checkpoint:
-        with pytest.raises(CheckpointDamagedError, match="bytes 0 to 262144"):
+    monkeypatch.setattr(TensorFile, "verify", verifying)
+    broken, out = [1], torch.zeros(2 * BLOCK_BYTES // 4)
+    with Checkpoint(path, verify=False) as checkpoint:
+        with pytest.raises(CheckpointDamagedError, match="as if"):
             checkpoint.tensor("t")
         assert slow.is_set()
-        checkpoint.read("t", Box((4 * BLOCK_BYTES // 4,), (out.numel(),)), out)
-        assert torch.equal(out, tensor[-out.numel() :])
-        assert "bytes 0 to 262144" in checkpoint.examine(0).problems[0]
-        assert checkpoint.examine(0).nbytes == 4 * BLOCK_BYTES  # all but the portion that is damaged
+        checkpoint.read("t", Box((2 * BLOCK_BYTES // 4,), (out.numel(),)), out)
+        time.sleep(0.3)
+        assert torch.equal(out, tensor[out.numel() : 2 * out.numel()])
+        assert not [thread for thread in threading.enumerate() if thread.name == "fullshard-read"]
+
+
+def test_damage_costs_a_file_only_its_portion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = three_portions(tmp_path, monkeypatch)
+    flip(path / file_name(0), 4096 + 1000)
+    with Checkpoint(path) as checkpoint:
+        found = checkpoint.examine(0)
+    assert "bytes 0 to 262144" in found.problems[0]
+    assert (len(found.problems), found.nbytes) == (1, 4 * BLOCK_BYTES)
+
+
+def test_parts_that_overlap_are_read_at_once(tmp_path: Path) -> None:
+    tensor = torch.randn(1000, 700)
+    path = write(tmp_path / "c", {"t": (tensor, ROWS)})
+    boxes = [Box((0, 0), (1000, 700)), Box((5, 3), (2, 7)), Box((300, 0), (60, 700)), Box((400, 699), (1, 1))]
+    outs = [torch.full(box.sizes, -1.0) for box in boxes]
+    with Checkpoint(path) as checkpoint:
+        checkpoint.read_all([("t", box, out) for box, out in zip(boxes, outs, strict=True)])
+    for box, out in zip(boxes, outs, strict=True):
+        assert torch.equal(out, tensor[box.within(Box.whole(tensor.shape))])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_more_files_than_are_kept_open(tmp_path: Path, direct: bool) -> None:
+    ranks = 3 * folder_module._OPEN_FILES + 1
+    division = Division((ranks,), tuple(range(ranks)), ((0, 0),))
+    tensors = {f"t{i}": (torch.randn(ranks * 3, 1000), division) for i in range(2)}
+    with Checkpoint(write(tmp_path / "c", tensors, ranks)) as checkpoint:
+        if direct:
+            checkpoint.bypass_cache()
+        outs = {name: torch.zeros_like(tensor) for name, (tensor, _) in tensors.items()}
+        checkpoint.read_all([(name, Box.whole(out.shape), out) for name, out in outs.items()])
+    for name, (tensor, _) in tensors.items():
+        assert torch.equal(outs[name], tensor)
+
+
+@pytest.mark.parametrize("fault", ["error", "early end"])
+def test_a_stretch_that_cannot_be_read_at_once_is_read_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What cannot be read may be a gap, or another tensor; also when nothing is verified."""
+    tensors = {name: (torch.randn(BLOCK_BYTES // 4), Division.whole_on(0)) for name in ("a", "b", "c")}
+    path = write(tmp_path / "c", tensors, ranks=1)
+    read, bad = os.preadv, range(4096 + BLOCK_BYTES, 4096 + 2 * BLOCK_BYTES)
+
+    def reading(file: int, views: list[memoryview], start: int) -> int:
+        if start < bad.stop and start + len(views[0]) > bad.start:
+            if fault == "error":
+                raise OSError(5, "Input/output error")
+            return 0 if start >= bad.start else read(file, [views[0][: bad.start - start]], start)
+        return read(file, views, start)
+
+    with Checkpoint(path, verify=False) as checkpoint:
+        checkpoint.bypass_cache()
+        checkpoint._open(0)
+        monkeypatch.setattr(os, "preadv", reading)
+        outs = {name: torch.zeros(BLOCK_BYTES // 4) for name in tensors}
+        wanted = [(name, Box.whole(out.shape), out) for name, out in outs.items()]
+        checkpoint.read_all([wanted[0], wanted[2]])
+        with pytest.raises(CheckpointError, match=r"Input/output error|ended at byte"):
+            checkpoint.read_all(wanted)
+    assert torch.equal(outs["a"], tensors["a"][0])
+    assert torch.equal(outs["c"], tensors["c"][0])
+
+
+def test_the_largest_portion_fits_the_buffer_wherever_it_begins(tmp_path: Path) -> None:
+    """A portion begins and ends within blocks, and its file's data within a page."""
+    portion = reading_module.PORTION_BYTES // 4
+    tensor = torch.randn(portion + BLOCK_BYTES)
+    first = torch.zeros(100)  # so that the tensor begins within a page
+    path = write(tmp_path / "c", {"first": (first, ROWS), "t": (tensor, Division.whole_on(0))})
+    out = torch.zeros(portion)
+    begin = BLOCK_BYTES // 4 - 1
+    with Checkpoint(path) as checkpoint:
+        checkpoint.bypass_cache()
+        checkpoint.read("t", Box((begin,), (portion,)), out)
+    assert torch.equal(out, tensor[begin : begin + portion])
+
+
+def test_views_that_torch_has_not_computed_yet_are_written_as_their_values(tmp_path: Path) -> None:
+    tensor = torch.complex(torch.randn(3), torch.randn(3))
+    pieces = [piece_of("conjugate", tensor.conj()), piece_of("negative", tensor.conj().imag)]
+    write_file(tmp_path / "f", pieces)
+    with safe_open(tmp_path / "f", "pt") as file:
+        assert torch.equal(file.get_tensor("conjugate"), tensor.conj().resolve_conj())
+        assert torch.equal(file.get_tensor("negative"), -tensor.imag)
+
+
+def test_elements_of_other_programs_may_begin_anywhere(tmp_path: Path) -> None:
+    header = (
+        b'{"odd":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"t":{"dtype":"F32","shape":[2],"data_offsets":[3,11]}}'
+    )
+    data = len(header).to_bytes(8, "little") + header + b"abc" + torch.tensor([1.5, -2.0]).numpy().tobytes()
+    (tmp_path / "theirs").write_bytes(data)
+    file = TensorFile(tmp_path / "theirs", None)
+    portion = file.portion("t", 0, 8)
+    stretch = Stretch(file, portion, None)
+    stretch.fetch(Buffer())
+    assert stretch.data(portion).tolist() == [1.5, -2.0]
+    file.close()
 
 
 def test_the_library_reads_our_files_and_we_read_its(tmp_path: Path) -> None:

@@ -358,8 +358,7 @@ def hide_when_loading(module: nn.Module, hidden: str) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for act in OPTIMIZER_HOOKS.before_steps:
-        act()
+    REGISTRY.about_to_write()
     check_optimizer(optimizer)
 
 
@@ -384,7 +383,6 @@ class OptimizerHooks:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
-        self.before_steps: set[Callable[[], None]] = set()  # called before any optimizer steps
 
     def ensure(self) -> None:
         """Register once."""

@@ -8,7 +8,7 @@ nothing may be written on a user's tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,7 @@ class Registry:
         unfilled: Buffer that was materialized from meta -> its version at that moment.
         meshes: (process groups, device type, axes) -> the mesh that was made of them, until one is destroyed.
         secondary: (shard group, ranks) -> the smaller group for `reshard_after_forward=int`, until one is destroyed.
+        before_writes: Called before an optimizer, or this package, changes parameters: who still reads them waits.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,13 @@ class Registry:
         self.hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
         self.meshes: dict[tuple[tuple[dist.ProcessGroup, ...], str, Axes], DeviceMesh] = {}
         self.secondary: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.before_writes: set[Callable[[], None]] = set()
         self.checked_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def about_to_write(self) -> None:
+        """Parameters, or states of optimizers, are about to be changed."""
+        for act in self.before_writes:
+            act()
 
     def note_sharded(self, unit: Unit, originals: list[torch.Tensor]) -> None:
         """`unit` has replaced `originals`, in the order of its members."""

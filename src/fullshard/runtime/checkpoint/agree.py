@@ -59,6 +59,7 @@ class Ranks:
 
         Raises:
             ValueError: This rank is not in the group.
+            CommunicationError: The others have not called it within the time limit of the group.
         """
         if not dist.is_initialized():
             return cls()
@@ -68,7 +69,10 @@ class Ranks:
         members = tuple(dist.get_process_group_ranks(found))
         if len(members) == 1:
             return cls(members)
-        return cls(members, members.index(dist.get_rank()), messages_of(members), limit_of(found))
+        limit, doing = limit_of(found), "connect to save or load a checkpoint"
+        with explained_between(members, doing):
+            messages = messages_of(members, Call(doing, "", 0), limit)
+        return cls(members, members.index(dist.get_rank()), messages, limit)
 
     @property
     def size(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from fullshard.runtime.checkpoint.copying import Copies, HostMemory, Tensors
 from fullshard.runtime.checkpoint.saving import Save
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS
+from fullshard.runtime.registry import REGISTRY
 
 _LOG = logging.getLogger("fullshard")
 
@@ -22,17 +23,24 @@ class PendingSave:
     The process does not end before it is written; but wait for it before the process group is destroyed.
     """
 
-    def __init__(self, save: Save, copied: threading.Event) -> None:
+    def __init__(self, save: Save) -> None:
         self._save: Save | None = save
-        self._copied = copied
+        self._copied = save.copied
         self._path: Path | None = None
         self._error: BaseException | None = None
         self.error_seen = False  # by the user
+        # Not `join` and `is_alive` of the thread: a wait in them that is interrupted makes it pass for ended.
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard-save")
         # Whoever starts a thread lets it run until it waits or has had its turn, and that is longer than all the rest.
         self._begin = threading.Event()
-        self._thread.start()
-        self._begin.set()
+
+    def start(self) -> None:
+        """Begin to write."""
+        try:
+            self._thread.start()
+        finally:  # it may be interrupted while the thread runs already
+            self._begin.set()
 
     def _run(self) -> None:
         self._begin.wait()
@@ -45,6 +53,7 @@ class PendingSave:
         finally:
             self._save = None
             self._copied.set()
+            self._ended.set()
 
     def wait_copied(self, timeout: float | None = None) -> bool:
         """Wait until any tensor of the state may be changed; returns whether that is so, after `timeout` seconds.
@@ -55,11 +64,15 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
+
+    def runs_here(self) -> bool:
+        """Whether this process has the thread that writes it; one that was forked from it has not."""
+        return self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it has ended, well or not."""
-        self._thread.join(timeout)
+        self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until it is on the disk and visible; returns its folder.
@@ -88,7 +101,6 @@ class Background:
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
         self._memory = HostMemory()
-        self._copies: Copies | None = None
 
     def settle(self) -> None:
         """Wait for the pending save, if there is one. Raises its error, unless the user has seen it."""
@@ -102,23 +114,22 @@ class Background:
 
     def start(self, save: Save) -> PendingSave:
         """Let a thread write, and finish the copy. The save before must be settled."""
-        copies, self._copies = self._copies, None
-        assert copies is not None
-        self._pending = PendingSave(save, copies.finished)
+        self._pending = PendingSave(save)  # before it starts: from then on optimizers must wait
+        self._pending.start()
         return self._pending
 
     def copy(self, tensors: Tensors, later: Mapping[str, torch.Tensor]) -> Copies:
         """Copies on the CPU, also of tensors that are there already. Those of the call before are gone."""
         if later:
             OPTIMIZER_HOOKS.ensure()
-            OPTIMIZER_HOOKS.before_steps.add(self._wait_copied)
-        self._copies = Copies(tensors, self._memory, later)
-        return self._copies
+            REGISTRY.before_writes.add(self._wait_copied)
+        return Copies(tensors, self._memory, later)
 
     def _wait_copied(self) -> None:
-        """An optimizer is about to change what is still being copied."""
-        if self._pending is not None:
-            self._pending.wait_copied()
+        """Somebody is about to change what is still being copied."""
+        pending = self._pending
+        while pending is not None and not pending.wait_copied(1) and pending.runs_here():
+            """Go on waiting."""
 
 
 BACKGROUND = Background()

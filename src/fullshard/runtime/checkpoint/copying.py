@@ -52,10 +52,11 @@ class Copies:
         self._memory = memory_bytes[split:]
         self.finished = threading.Event()
         _copy(self._copies, now)
-        for device in _accelerators(now):
-            torch.accelerator.synchronize(device)
-        # What has been computed so far, but not what is computed while they are copied.
-        self._ready = {device: _mark(device) for device in _accelerators(self._later)}
+        # The copies are on their way, and what is later is computed. On an accelerator nothing that this thread's
+        # stream is given from now on can overtake that; others may, so without `later` it is waited for here.
+        self._ready = {device: _mark(device) for device in _accelerators(tensors)}
+        if not self._later:
+            self.finish()
 
     def finish(self) -> Tensors:
         """Copy what is left, from any thread; returns all copies, by name.
@@ -63,20 +64,19 @@ class Copies:
         Raises:
             CheckpointError: A tensor was changed meanwhile.
         """
-        later, ready = self._later, self._ready
+        later, streams = self._later, []
         try:
             copies = _like(later, self._memory)
-            streams = []
-            for device, event in ready.items():
+            for device, event in self._ready.items():
                 streams.append(torch.Stream(device))
                 streams[-1].wait_event(event)
                 with streams[-1]:
                     _copy(copies, {name: tensor for name, tensor in later.items() if tensor.device == device})
-            _copy(copies, {name: tensor for name, tensor in later.items() if tensor.device not in ready})
+            _copy(copies, {name: tensor for name, tensor in later.items() if tensor.device.type == "cpu"})
+        finally:
             for stream in streams:
                 stream.synchronize()
             changed = [name for name, pair in self._counts.items() if _versions(pair) != self._versions[name]]
-        finally:
             self._later, self._counts, self._ready = {}, {}, {}
             self.finished.set()
         if changed:
@@ -85,7 +85,8 @@ class Copies:
                 "background: optimizers wait for the copy before they step, but before anything else changes a "
                 "parameter, or a state of an optimizer, call wait_copied() of the pending save; or use async_save"
             )
-        return self._copies | copies
+        self._copies.update(copies)
+        return self._copies
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -108,8 +109,8 @@ def _like(tensors: Tensors, memory: torch.Tensor) -> Tensors:
 @torch.no_grad()
 def _copy(copies: Tensors, tensors: Tensors) -> None:
     """Begin to copy; those of an accelerator come when its current stream has come so far."""
-    for name, tensor in tensors.items():
-        copies[name].copy_(tensor, non_blocking=True)
+    if tensors:  # in one call: a call for each would take the interpreter from a training that goes on
+        torch._foreach_copy_([copies[name] for name in tensors], list(tensors.values()), non_blocking=True)
 
 
 def _accelerators(tensors: Tensors) -> set[torch.device]:

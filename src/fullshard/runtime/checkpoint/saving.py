@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,6 +124,12 @@ class Save:
             self._copies = copy(self._tensors, later)
             self._tensors = {}
         return None if self._draft is None else self._draft.path
+
+    @property
+    def copied(self) -> threading.Event:
+        """Set when tensors of the state may be changed."""
+        assert self._copies is not None
+        return self._copies.finished
 
     def _abandon(self) -> None:
         """Remove the folder that this rank has made, if it was not published."""

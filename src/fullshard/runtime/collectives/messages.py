@@ -38,16 +38,28 @@ class Messages:
 
     Args:
         ranks: Global ranks; this one is among them.
+        call: Names what they connect for, in messages.
+        limit: How long to wait for others.
+
+    Raises:
+        CommunicationError: A rank has not made this object within the limit.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], call: Call, limit: timedelta) -> None:
         self._ranks = list(ranks)
         name = hashlib.blake2b(repr(self._ranks).encode(), digest_size=8).hexdigest()
         store = PrefixStore(f"fullshard/messages/{name}", dist.distributed_c10d._get_default_store())
-        # Waits have limits of their own; this one is only not to end before any of them.
-        limit = timedelta(days=7)
+        place, count = self._ranks.index(dist.get_rank()), len(self._ranks)
+        store.set(f"here/{place}", "")
+        try:
+            self._backend: Any = dist.ProcessGroupGloo(store, place, count, limit)
+        except RuntimeError as error:
+            missing = [rank for number, rank in enumerate(ranks) if not store.check([f"here/{number}"])]
+            where = f"rank {dist.get_rank()} waited for ranks {missing or self._ranks}"
+            raise translate(error, call, where, limit.total_seconds(), missing or ranks) from error
+        # From now on each wait has a limit of its own; this one is only not to end before any of them.
+        self._backend._set_default_timeout(timedelta(days=7))
         self._failed = False
-        self._backend: Any = dist.ProcessGroupGloo(store, self._ranks.index(dist.get_rank()), len(self._ranks), limit)
 
     def exchange(self, value: _Value, call: Call, limit: timedelta) -> list[_Value]:
         """Every rank's picklable `value`, in the order of the ranks.
@@ -89,11 +101,11 @@ class Messages:
         return rows
 
 
-def messages_of(ranks: tuple[int, ...]) -> Messages:
-    """Connections between these ranks, which all call this the first time."""
+def messages_of(ranks: tuple[int, ...], call: Call, limit: timedelta) -> Messages:
+    """Connections between these ranks, which all call this the first time. See `Messages`."""
     made = _MADE.setdefault(dist.group.WORLD, {})
     if ranks not in made:
-        made[ranks] = Messages(ranks)
+        made[ranks] = Messages(ranks, call, limit)
     return made[ranks]
 
 

@@ -39,6 +39,7 @@ def take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
 
     The rows are views of the full tensor: nothing is copied before they are written to the shard, and nothing is sent.
     """
+    REGISTRY.about_to_write()
     for name, parameter in module._parameters.items():
         value: object = state_dict.get(prefix + name)
         if parameter is None or REGISTRY.owner(parameter) is None:

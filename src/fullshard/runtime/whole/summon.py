@@ -62,6 +62,8 @@ def full_parameters(
             "writeback=True with rank0_only=True is not supported: the other ranks see nothing to write back. Pass "
             "writeback=False, or edit on every rank"
         )
+    if writeback:
+        REGISTRY.about_to_write()
     form = Form(Kind.FULL, offload_to_cpu, rank0_only)
     units = _units(module, recurse)
     for unit in units:

@@ -106,7 +106,6 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files."""
-        self._ahead.close()
         while self._files:
             self._files.popitem()[1].close()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -35,15 +36,14 @@ class Stretch(Generic[_T]):
         portions: Portions in it, with their notes.
     """
 
-    __slots__ = ("_begin", "_buffer", "_end", "_error", "_file", "_place", "portions")
+    __slots__ = ("_begin", "_buffer", "_end", "_file", "_place", "portions")
 
     def __init__(self, file: TensorFile, portion: Portion, note: _T) -> None:
         self.portions = [(portion, note)]
         self._file = file
         self._begin, self._end = portion.begin, portion.end
         self._buffer: Buffer | None = None
-        self._place = 0
-        self._error: CheckpointError | None = None
+        self._place: int | None = None  # where in the buffer the bytes begin, if they could be read
 
     def takes(self, portion: Portion, note: _T) -> bool:
         """Add a portion that begins no earlier than those before, if it is near enough."""
@@ -56,11 +56,9 @@ class Stretch(Generic[_T]):
 
     def fetch(self, buffer: Buffer) -> None:
         """Read the bytes into a buffer, which is theirs as long as they are used. `data` raises what went wrong."""
-        try:
+        self._buffer, self._place = buffer, None
+        with suppress(CheckpointError):
             self._place = self._file.fetch(self._begin, self._end, buffer)
-        except CheckpointError as error:
-            self._error = error
-        self._buffer = buffer
 
     def data(self, portion: Portion) -> torch.Tensor:
         """The elements of a portion, verified: one-dimensional, in the dtype of its tensor, in the buffer.
@@ -70,9 +68,10 @@ class Stretch(Generic[_T]):
             CheckpointError: They could not be read.
         """
         assert self._buffer is not None
-        if self._error is not None:
-            raise self._error
-        first = self._place + portion.begin - self._begin
+        if self._place is None:  # of all that is in a stretch, what cannot be read may be something else
+            first = self._file.fetch(portion.begin, portion.end, self._buffer)
+        else:
+            first = self._place + portion.begin - self._begin
         self._file.verify(portion, self._buffer.view[first : first + portion.end - portion.begin])
         start = first + portion.start - portion.begin
         data = self._buffer.tensor[start : start + portion.stop - portion.start]
@@ -95,44 +94,54 @@ def stretches(file: TensorFile, portions: Iterable[tuple[Portion, _T]]) -> Itera
 
 
 class ReadAhead:
-    """Buffers, and a thread that fills the next ones while one is in use."""
+    """Buffers, of which a thread fills the next ones while one is in use."""
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
-        self._worker: Worker | None = None
-
-    def close(self) -> None:
-        """Wait for what is being fetched, before its file is closed."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
 
     def run(self, wanted: Iterable[Stretch[_T]]) -> Generator[Stretch[_T]]:
-        """The stretches, in their order, each fetched. What one holds is gone when the next is asked for."""
-        coming: deque[tuple[Callable[[], None], Stretch[_T]]] = deque()
-        try:
-            for number, stretch in enumerate(wanted):
-                coming.append((self._begin(number, stretch), stretch))
-                if len(coming) > _AHEAD:
-                    yield self._arrived(*coming.popleft())
-            while coming:
-                yield self._arrived(*coming.popleft())
-        finally:
-            if coming and self._worker is not None:  # whoever reads next gets the same buffers
-                self._worker.submit(lambda: None).result()
+        """The stretches, in their order, each fetched. What one holds is gone when the next is asked for.
 
-    def _begin(self, number: int, stretch: Stretch[_T]) -> Callable[[], None]:
+        Close the generator before the files.
+        """
+        coming: deque[tuple[Callable[[], None], Stretch[_T]]] = deque()
+        buffers, self._buffers = self._buffers, []  # nobody else gets them before the thread has let go of them
+        with closing(_Fetcher(buffers)) as fetcher:
+            for stretch in wanted:
+                coming.append((fetcher.begin(stretch), stretch))
+                if len(coming) > _AHEAD:
+                    yield _arrived(*coming.popleft())
+            while coming:
+                yield _arrived(*coming.popleft())
+        self._buffers = buffers
+
+
+class _Fetcher:
+    """Fetches into buffers in turn. Makes them, and a thread, when it needs them."""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self._buffers = buffers
+        self._number = 0
+        self._worker: Worker | None = None
+
+    def begin(self, stretch: Stretch[_T]) -> Callable[[], None]:
         """Begin to fetch; returns what is to be called before it is used."""
-        place = number % (_AHEAD + 1)
+        place = self._number % (_AHEAD + 1)
         if place == len(self._buffers):
             self._buffers.append(Buffer())
         fetch = partial(stretch.fetch, self._buffers[place])
-        if number == 0:  # the caller can do this one, and has it sooner if it is the only one
+        self._number += 1
+        if self._number == 1:  # the caller can do this one, and has it sooner if it is the only one
             return fetch
         self._worker = self._worker or Worker("fullshard-read")
         return self._worker.submit(fetch).result
 
-    @staticmethod
-    def _arrived(wait: Callable[[], None], stretch: Stretch[_T]) -> Stretch[_T]:
-        wait()
-        return stretch
+    def close(self) -> None:
+        """Wait for what is being fetched."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _arrived(wait: Callable[[], None], stretch: Stretch[_T]) -> Stretch[_T]:
+    wait()
+    return stretch

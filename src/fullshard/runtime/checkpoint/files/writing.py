@@ -56,7 +56,7 @@ class Piece:
 
 def piece_of(name: str, tensor: torch.Tensor) -> Piece:
     """A piece with the values that `tensor`, on any device, has when they are written."""
-    flat = as_bytes(tensor if tensor.is_contiguous() else tensor.contiguous())
+    flat = as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
 
     def fill(offset: int, out: torch.Tensor) -> None:
         out.copy_(flat[offset : offset + out.numel()])
