@@ -123,10 +123,10 @@ def overlapped_save(
     """Like `async_save`, but the copy too is taken in the background, while the next forward and backward run.
 
     So it is with the parameters and the states of the torch optimizers in `state`; all other tensors (buffers, frozen
-    parameters, those of other objects, and of optimizers that update in backward) are copied before this returns.
-    Every torch optimizer waits for the copy before it steps. **Whoever else changes one of these tensors must call
-    `wait_copied()` of the pending save before.** Most changes that come too early are noticed, and the save fails; not
-    those made by way of `parameter.data`.
+    parameters, settings, those of other objects, and of optimizers that update in backward) are copied before this
+    returns. Every torch optimizer waits for the copy before it steps. **Whoever else changes one of these tensors must
+    call `wait_copied()` of the pending save before.** Most changes that come too early are noticed, and the save fails;
+    not those that torch does not count, see docs/checkpoints.md.
 
     Returns:
         The pending save.

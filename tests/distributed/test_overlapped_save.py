@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import signal
 import tempfile
 import threading
@@ -357,6 +358,17 @@ def interrupt(rank: int, root: Path) -> list[str]:
 
 def test_an_interrupted_wait_leaves_the_save_alone(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.run(interrupt, tmp_path, world_size=1, init_group=False) == [["[1.0]", "[0.0]"]]
+
+
+def check_example(rank: int, root: Path) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_and_resume.py"))["main"]
+    whole = main(str(root / "a"), 14)
+    assert (whole, []) == (main(str(root / "b"), 9) + main(str(root / "b"), 14), main(str(root / "b"), 14))
+    assert sorted(path.name for path in (root / "b").iterdir()) == ["latest", "step-10", "step-14"]
+
+
+def test_the_example_goes_on_where_it_was(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(check_example, tmp_path, world_size=2)
 
 
 def check_change_by_hand(rank: int, root: Path) -> None:

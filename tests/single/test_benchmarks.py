@@ -60,6 +60,7 @@ def test_checkpoint_compares_what_it_measures(load: Any) -> None:
         "disk-direct": {"save": [2.0, 2.0], "load": [0.5, 2.0]},
         "dcp": {"save": [4.0, 4.0], "load": [4.0, 4.0], "stall": [0.5]},
         "fullshard": {"save": [1.2, 2.4], "load": [3.0, 3.0], "stall": [0.06]},
+        "fullshard-overlap": {"stall": [0.03]},
     }
     checkpoint.add_disk(found)
     assert found["disk"]["save"] == [1.0, 2.0]  # the faster way of each round
@@ -71,6 +72,7 @@ def test_checkpoint_compares_what_it_measures(load: Any) -> None:
         "load / dcp load, goal at most 0.5: 0.750 (0.750-0.750), MISSED",
         "load / disk load: 4.500 (3.750-5.250)",
         "stall / fullshard save, goal at most 0.05: 0.050 (0.050-0.050), met",
+        "fullshard-overlap stall / fullshard save, goal at most 0.05: 0.025 (0.025-0.025), met",
     ]
     text = checkpoint.markdown({**result, "title": "a job", "page_cache": "dropped"})
     assert "| **fullshard.checkpoint** | 1.800 | 3.000 | 60 | 0.56 | 0.33 |" in text

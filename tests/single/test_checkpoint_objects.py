@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from memory_checkpoint import Stored, load, save
 from torch import nn
 
-from fullshard.errors import CheckpointMismatchError
+from fullshard import checkpoint
+from fullshard.errors import CheckpointError, CheckpointMismatchError
 from fullshard.runtime.checkpoint.state.collect import collect
 from fullshard.runtime.checkpoint.state.special import only, per_rank
 
@@ -288,3 +290,35 @@ class Counted(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.extra = state
+
+
+def test_an_optimizer_of_another_class_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, 1)
+    checkpoint.load(tmp_path, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    assert "was saved by" not in caplog.text
+    checkpoint.load(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+    assert "'optimizer' was saved by AdamW and is loaded into SGD" in caplog.text
+
+
+def test_what_there_is_instead_of_a_checkpoint_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for step in (5, 10):
+        checkpoint.save(tmp_path / "own", {"model": model}, step)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").touch()
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").touch()
+    for name, text in {
+        "own/step-7": rf"no such folder; {tmp_path}/own has steps 5, 10",
+        "nowhere/step-7": r"no such folder$",
+        "hf": r"ckpt import .*hf OUT --from hf",
+        "dcp": r"ckpt import .*dcp OUT --from dcp",
+        "hf/model.safetensors": "it is a file",
+    }.items():
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.load(tmp_path / name, {"model": model})
+    with pytest.raises(
+        CheckpointMismatchError, match=r"not in the checkpoint: net\n.*the checkpoint has the keys model"
+    ):
+        checkpoint.load(tmp_path / "own", {"net": model})

@@ -30,6 +30,7 @@ from fullshard.core.ckpt.manifest import Manifest
 from fullshard.errors import CheckpointError, CheckpointExistsError
 from fullshard.runtime.checkpoint.files.folder import MANIFEST_FILE, manifest_bytes, read_manifest
 from fullshard.runtime.checkpoint.files.reading import open_regular
+from fullshard.runtime.checkpoint.files.writing import advice_on
 
 LATEST_FILE = "latest"
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
@@ -76,7 +77,8 @@ class Draft:
         except CheckpointError:
             raise
         except OSError as error:
-            raise CheckpointError(f"cannot begin a checkpoint in {root}: {error.strerror or error}") from error
+            what = f"cannot begin a checkpoint in {root}: {error.strerror or error}.{advice_on(error)}"
+            raise CheckpointError(what) from error
 
     def publish(self, manifest: Manifest) -> Path:
         """Make the checkpoint visible, then move `latest` to it. All files of ranks are on the disk by now.
@@ -188,9 +190,22 @@ def find(path: Path) -> Path:
         return path
     found = latest(path)
     if found is None:
-        what = "there is no such folder" if not path.exists() else f"it has no {MANIFEST_FILE}, and no step-N in it has"
-        raise CheckpointError(f"no complete checkpoint in {path}: {what}")
+        raise CheckpointError(f"no complete checkpoint in {path.absolute()}: {_instead(path)}")
     return found
+
+
+def _instead(path: Path) -> str:
+    """What there is where no checkpoint is."""
+    if not path.exists():
+        near = ", ".join(map(str, sorted(steps(path.parent)))) if path.parent.is_dir() else ""
+        return "there is no such folder" + (f"; {path.parent.absolute()} has steps {near}" if near else "")
+    forms = {"dcp": ".metadata", "hf": "*.safetensors"}
+    form = next((form for form, pattern in forms.items() if next(path.glob(pattern), None)), None)
+    if path.is_file():
+        return "it is a file, which `fullshard ckpt import` may make a checkpoint of"
+    if form is not None:
+        return f"its files look as if `fullshard ckpt import {path} OUT --from {form}` could make a checkpoint of them"
+    return f"it has no {MANIFEST_FILE}, and no step-N in it has"
 
 
 def prune(root: Path, keep: int) -> None:

@@ -84,11 +84,12 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> FileEntry:
             output.add_bytes(table)
             nbytes = output.finish()
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}.{_advice(error)}") from error
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}.{advice_on(error)}") from error
     return FileEntry(path.name, nbytes, seal_of(header, table))
 
 
-def _advice(error: OSError) -> str:
+def advice_on(error: OSError) -> str:
+    """What to do about it, as a sentence with a space before it; nothing if that is unknown."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return " Free space, keep fewer checkpoints, or save elsewhere; earlier checkpoints are untouched."
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

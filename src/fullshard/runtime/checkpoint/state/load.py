@@ -87,7 +87,7 @@ def targets(
         loader.add(key, value, strict.get(key, True) if isinstance(strict, Mapping) else strict)
         plan.finishers[before:] = [partial(_give, key, finish) for finish in plan.finishers[before:]]
     plan.skipped += [key for key in loader.known if key not in state]
-    _refuse(plan)
+    _refuse(plan, loader.known)
     return Targets(
         plan.reads,
         partial(_finish, plan),
@@ -121,10 +121,13 @@ def refuse_unexpected(refused: Sequence[Sequence[str]]) -> None:
         raise _mismatch([], [name for name in refused[0] if name in everywhere], [])
 
 
-def _refuse(plan: Plan) -> None:
+def _refuse(plan: Plan, known: list[str]) -> None:
     missing = [name for name in plan.missing if name in plan.strict]
-    if missing or plan.problems:
-        raise _mismatch(missing, [name for name in plan.unexpected if name in plan.strict], plan.problems)
+    problems = list(plan.problems)
+    if any("/" not in name for name in missing):
+        problems.append(f"the checkpoint has the keys {', '.join(known)}")
+    if missing or problems:
+        raise _mismatch(missing, [name for name in plan.unexpected if name in plan.strict], problems)
 
 
 def _mismatch(missing: list[str], unexpected: list[str], problems: list[str]) -> CheckpointMismatchError:

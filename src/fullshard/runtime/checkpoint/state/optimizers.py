@@ -1,6 +1,7 @@
 """Optimizers by the names of their parameters: what is saved of one, and how it gets that back.
 
 [Note: the JSON value]
+    "class":  name of its class
     "groups": [{"params": [name of the parameter's tensor, ...], "state": [number, ...], "settings": value}, ...]
     "kinds":  [[kind, ...], ...]      kinds of state that are tensors; "state" has a number of these, or -1 for no state
     "values": {name: value}           kinds that are no tensors, of parameters that have any
@@ -12,6 +13,7 @@ and a state that is not there is known to be missing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,10 +25,12 @@ from torch.distributed.tensor import DTensor
 from fullshard.runtime.checkpoint.files.memory import torch_dtype
 from fullshard.runtime.checkpoint.state.plan import Plan, blank_like
 from fullshard.runtime.checkpoint.state.values import Path
+from fullshard.runtime.loop.flat import FlatOptimizer
 from fullshard.runtime.tree import map_tensors
 from fullshard.runtime.whole.forms import Form
 from fullshard.runtime.whole.optim_state import group_of, names_by_key, numbered_groups, read_by_names
 
+_LOG = logging.getLogger("fullshard")
 _NOT_SETTINGS = ("params", "param_names")
 _IN_MODEL = "module of the state (save and load an optimizer together with its model)"
 
@@ -93,6 +97,7 @@ def collect_optimizer(
     loose = {each: value for each, value in saved["state"].items() if each not in all_names}
     return {
         "kind": "optimizer",
+        "class": _class_name(optimizer),
         "groups": groups,
         "kinds": [list(each) for each in kinds],
         "values": values,
@@ -100,6 +105,11 @@ def collect_optimizer(
         if loose or others
         else None,
     }
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Of the class that the user named."""
+    return (optimizer._kind if isinstance(optimizer, FlatOptimizer) else type(optimizer)).__name__
 
 
 def _check_rows(value: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
@@ -202,6 +212,10 @@ class OptimizerPlan:
         except ValueError as error:
             self.plan.problems.append(f"{self.key}: {error}")
             return
+        mine, theirs = _class_name(self.optimizer), value.get("class", "")
+        if theirs and theirs != mine:
+            what = "%r was saved by %.100s and is loaded into %s, with the states and settings of the former"
+            _LOG.warning(what, self.key, theirs, mine)
         numbers = {name: number for number, name in names.items() if self.takes(name)}
         wanted = {name for name in saved.numbers if self.takes(name)}
         self.plan.miss([f"{self.key}/{name}" for name in numbers if name not in wanted], self.strict)
