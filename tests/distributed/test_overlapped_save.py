@@ -236,6 +236,21 @@ def test_a_start_that_is_interrupted_does_not_hold_the_program_up(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
 
 
+def test_without_another_thread_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == "fullshard-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    pending = checkpoint.overlapped_save(tmp_path, state_of(plain()), 1)
+    assert pending.done()
+    assert pending.wait_copied(0)
+    assert pending.result() == tmp_path / "step-1"
+
+
 def test_a_save_that_fails_keeps_nothing_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = plain()
     alive = weakref.ref(model[0].weight)
@@ -261,6 +276,9 @@ def step_in_a_fork(rank: int) -> str:
         process = os.fork()
         if process == 0:
             job[1].step()
+            with pytest.raises(CheckpointError, match="forked"):
+                pending.result()
+            checkpoint.save(folder, state_of(job), 2)
             os._exit(0)
         code = os.waitpid(process, 0)[1]
         gate.set()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from fullshard.errors import CheckpointError
 from fullshard.runtime.checkpoint.copying import Copies, HostMemory, Tensors
 from fullshard.runtime.checkpoint.saving import Save
 from fullshard.runtime.hooks import OPTIMIZER_HOOKS
@@ -29,16 +31,19 @@ class PendingSave:
         self._path: Path | None = None
         self._error: BaseException | None = None
         self.error_seen = False  # by the user
+        self._process = os.getpid()
         # Not `join` and `is_alive` of the thread: a wait in them that is interrupted makes it pass for ended.
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fullshard-save")
         # Whoever starts a thread lets it run until it waits or has had its turn, and that is longer than all the rest.
         self._begin = threading.Event()
 
     def start(self) -> None:
         """Begin to write."""
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name="fullshard-save").start()
+        except RuntimeError:  # there may be no more threads: training must wait
+            self._begin.set()
+            self._run()
         finally:  # it may be interrupted while the thread runs already
             self._begin.set()
 
@@ -64,15 +69,16 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        return self._ended.is_set() or not self.runs_here()
 
     def runs_here(self) -> bool:
-        """Whether this process has the thread that writes it; one that was forked from it has not."""
-        return self._thread.is_alive()
+        """Whether this process writes it, and is not one that was forked from it since."""
+        return os.getpid() == self._process
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it has ended, well or not."""
-        self._ended.wait(timeout)
+        if self.runs_here():
+            self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until it is on the disk and visible; returns its folder.
@@ -82,7 +88,7 @@ class PendingSave:
 
         Raises:
             TimeoutError: It is not done yet.
-            CheckpointError: It could not be written.
+            CheckpointError: It could not be written; or a process asks that was forked from the one that writes it.
             CommunicationError: A rank is gone.
         """
         self.wait(timeout)
@@ -91,7 +97,8 @@ class PendingSave:
         if self._error is not None:
             self.error_seen = True
             raise self._error
-        assert self._path is not None
+        if self._path is None:
+            raise CheckpointError(f"the checkpoint is saved by process {self._process}; this one was forked from it")
         return self._path
 
 
@@ -109,7 +116,7 @@ class Background:
             return
         pending.wait()
         self._pending = None  # not before: whoever interrupts the wait must not get its memory
-        if not pending.error_seen:
+        if pending.runs_here() and not pending.error_seen:
             pending.result()
 
     def start(self, save: Save) -> PendingSave:
