@@ -23,7 +23,9 @@ def main(root: str, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(1 + dist.get_rank())  # different data on every rank
     state = {"model": model, "optimizer": optimizer, "random": checkpoint.RandomState()}
-    first = checkpoint.load(root, state).step if checkpoint.latest(root) else 0
+    found = [checkpoint.latest(root)]
+    dist.broadcast_object_list(found)  # one rank decides: all must load, or none
+    first = checkpoint.load(found[0], state).step if found[0] else 0
     losses, pending = [], None
     for step in range(first + 1, steps + 1):
         batch = torch.randn(16, 64)
@@ -33,7 +35,8 @@ def main(root: str, steps: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 10 == 0 or step == steps:
-            pending = checkpoint.overlapped_save(root, state, step, keep=2)  # copied during the next step
+            # Copied during the next step. Whoever goes on from an earlier step meets the later ones again.
+            pending = checkpoint.overlapped_save(root, state, step, keep=2, overwrite=True)
     if pending is not None:
         pending.result()  # the last one must be on the disk before the process group goes
     return losses

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
@@ -198,6 +200,23 @@ def test_what_a_hook_puts_in_the_place_of_a_parameter_is_copied_at_once(tmp_path
         assert torch.equal(saved.tensor("model/0.weight"), before)
 
 
+def test_what_a_hook_puts_in_the_place_of_a_state_is_copied_at_once(tmp_path: Path) -> None:
+    job = plain()
+    forward_backward(job, 0)
+    step(job)
+    average = torch.zeros(8, 6)
+
+    def put(_: Any, state: dict[str, Any]) -> None:
+        state["state"][0] = {**state["state"][0], "average": average.data}
+
+    job[1].register_state_dict_post_hook(put)
+    with slow_copies():
+        pending = checkpoint.overlapped_save(tmp_path, state_of(job), 1)
+        average.add_(1)
+    with Checkpoint(pending.result()) as saved:
+        assert not saved.tensor("optimizer/model/0.weight/average").any()
+
+
 def test_an_optimizer_waits_for_the_copy_but_not_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, write = threading.Event(), saving.write_file
     monkeypatch.setattr(saving, "write_file", lambda *arguments: (gate.wait(60), write(*arguments))[1])
@@ -236,19 +255,26 @@ def test_a_start_that_is_interrupted_does_not_hold_the_program_up(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
 
 
-def test_without_another_thread_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_save_whose_thread_does_not_start_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     start = threading.Thread.start
 
     def refusing(thread: threading.Thread) -> None:
         if thread.name == "fullshard-save":
-            raise RuntimeError("can't start new thread")
+            monkeypatch.undo()
+            raise error
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refusing)
-    pending = checkpoint.overlapped_save(tmp_path, state_of(plain()), 1)
-    assert pending.done()
-    assert pending.wait_copied(0)
-    assert pending.result() == tmp_path / "step-1"
+    job = plain()
+    forward_backward(job, 0)
+    with pytest.raises(type(error)):
+        checkpoint.overlapped_save(tmp_path, state_of(job), 1)
+    step(job)
+    assert list(tmp_path.iterdir()) == []
+    checkpoint.save(tmp_path, state_of(job), 1)
 
 
 def test_a_save_that_fails_keeps_nothing_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +302,7 @@ def step_in_a_fork(rank: int) -> str:
         process = os.fork()
         if process == 0:
             job[1].step()
+            assert pending.wait_copied()
             with pytest.raises(CheckpointError, match="forked"):
                 pending.result()
             checkpoint.save(folder, state_of(job), 2)
@@ -302,11 +329,17 @@ class Renormed(nn.Module):
         return self.head(self.table(x))
 
 
-def check_forward_that_writes(rank: int, root: Path, one_rank: bool) -> None:
+def check_forward_that_writes(rank: int, root: Path, kind: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = Renormed()
-    strategy = fullshard.ShardingStrategy.FULL_SHARD if one_rank else fullshard.ShardingStrategy.NO_SHARD
-    fully_shard(model, mesh=init_device_mesh("cpu", (1 if one_rank else 2,)), sharding_strategy=strategy)
+    if kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"head": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        model.head.register_forward_pre_hook(lambda module, _: scale(module.weight))
+    else:
+        strategy = fullshard.ShardingStrategy.NO_SHARD if kind == "no shard" else None
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), sharding_strategy=strategy)
     job = (model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     model(torch.arange(8)).square().sum().backward()
     step(job)
@@ -319,10 +352,15 @@ def check_forward_that_writes(rank: int, root: Path, one_rank: bool) -> None:
     assert_same_files(expected, pending.result())
 
 
-@pytest.mark.parametrize("one_rank", [True, False])
-def test_a_forward_that_writes_does_not_reach_the_file(cluster: Cluster, tmp_path: Path, one_rank: bool) -> None:
-    """A rank that has all of a parameter computes with the memory that is saved."""
-    cluster.run(check_forward_that_writes, tmp_path, one_rank, world_size=1 if one_rank else 2)
+def scale(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["one rank", "no shard", "tensor parallel"])
+def test_a_forward_that_writes_does_not_reach_the_file(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    """A rank that shares a parameter with nobody computes with the memory that is saved."""
+    cluster.run(check_forward_that_writes, tmp_path, kind, world_size=1 if kind == "one rank" else 2)
 
 
 def check_own_writers(rank: int, root: Path) -> None:

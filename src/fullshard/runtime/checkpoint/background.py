@@ -36,36 +36,57 @@ class PendingSave:
         self._ended = threading.Event()
         # Whoever starts a thread lets it run until it waits or has had its turn, and that is longer than all the rest.
         self._begin = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fullshard-save")
+        self._taken = threading.Lock()  # by who ends it
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write.
+
+        Raises:
+            RuntimeError: There may be no more threads. Nothing is written.
+        """
         try:
-            threading.Thread(target=self._run, name="fullshard-save").start()
-        except RuntimeError:  # there may be no more threads: training must wait
-            self._begin.set()
-            self._run()
+            self._thread.start()
+        except BaseException as error:
+            self.give_up(error)
+            raise
         finally:  # it may be interrupted while the thread runs already
             self._begin.set()
 
+    def give_up(self, error: BaseException) -> None:
+        """Unless the thread runs, it never will."""
+        if self._thread.ident is None and self._taken.acquire(blocking=False):
+            assert self._save is not None
+            self._save.abandon()
+            self.error_seen = True
+            self._end(error if isinstance(error, Exception) else CheckpointError("interrupted before it was begun"))
+
     def _run(self) -> None:
         self._begin.wait()
+        if not self._taken.acquire(blocking=False):
+            return
         assert self._save is not None
+        error: BaseException | None = None
         try:
             self._path = self._save.write()
-        except BaseException as error:  # noqa: BLE001  it is raised where somebody can see it
-            self._error = error
+        except BaseException as caught:  # noqa: BLE001  it is raised where somebody can see it
+            error = caught
             _LOG.error("a checkpoint could not be saved in the background: %s", error)
         finally:
-            self._save = None
-            self._copied.set()
-            self._ended.set()
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._save = error, None
+        self._copied.set()
+        self._ended.set()
 
     def wait_copied(self, timeout: float | None = None) -> bool:
         """Wait until any tensor of the state may be changed; returns whether that is so, after `timeout` seconds.
 
-        It is so when `async_save` returns, but not when `overlapped_save` does.
+        It is so when `async_save` returns, but not when `overlapped_save` does; and always in a process that was forked
+        from the one that copies, which has tensors of its own.
         """
-        return self._copied.wait(timeout)
+        return not self.runs_here() or self._copied.wait(timeout)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -121,9 +142,14 @@ class Background:
 
     def start(self, save: Save) -> PendingSave:
         """Let a thread write, and finish the copy. The save before must be settled."""
-        self._pending = PendingSave(save)  # before it starts: from then on optimizers must wait
-        self._pending.start()
-        return self._pending
+        pending = PendingSave(save)
+        try:
+            self._pending = pending  # before it starts: from then on optimizers must wait
+            pending.start()
+        except BaseException as error:
+            pending.give_up(error)
+            raise
+        return pending
 
     def copy(self, tensors: Tensors, later: Mapping[str, torch.Tensor]) -> Copies:
         """Copies on the CPU, also of tensors that are there already. Those of the call before are gone."""
@@ -134,9 +160,8 @@ class Background:
 
     def _wait_copied(self) -> None:
         """Somebody is about to change what is still being copied."""
-        pending = self._pending
-        while pending is not None and not pending.wait_copied(1) and pending.runs_here():
-            """Go on waiting."""
+        if self._pending is not None:
+            self._pending.wait_copied()
 
 
 BACKGROUND = Background()

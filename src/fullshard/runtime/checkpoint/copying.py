@@ -74,11 +74,13 @@ class Copies:
                     _copy(copies, {name: tensor for name, tensor in later.items() if tensor.device == device})
             _copy(copies, {name: tensor for name, tensor in later.items() if tensor.device.type == "cpu"})
         finally:
-            for stream in streams:
-                stream.synchronize()
-            changed = [name for name, pair in self._counts.items() if _versions(pair) != self._versions[name]]
-            self._later, self._counts, self._ready = {}, {}, {}
-            self.finished.set()
+            try:
+                for stream in streams:
+                    stream.synchronize()
+            finally:
+                changed = [name for name, pair in self._counts.items() if _versions(pair) != self._versions[name]]
+                self._later, self._counts, self._ready = {}, {}, {}
+                self.finished.set()
         if changed:
             raise CheckpointError(
                 f"{len(changed)} tensors, such as {changed[0]!r}, were changed while they were copied in the "

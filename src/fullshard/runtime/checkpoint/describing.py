@@ -23,7 +23,6 @@ from fullshard.runtime.checkpoint.files.memory import as_bytes
 from fullshard.runtime.checkpoint.merging import PLAIN, Described, Shared, Told, merge
 from fullshard.runtime.checkpoint.state.collect import collect, inner
 from fullshard.runtime.checkpoint.state.rows import Held
-from fullshard.runtime.dtensors import local_of
 from fullshard.runtime.loop.in_backward import InBackwardOptimizer
 from fullshard.runtime.registry import REGISTRY
 
@@ -93,30 +92,31 @@ def changed_by_steps(state: Mapping[str, Any], description: Description) -> dict
     Settings of its groups may be tensors too, which schedulers change.
     """
     parameters: dict[str, set[str]] = {}  # names, by key of the optimizer
-    numbers: set[int] = set()
+    numbers: set[int] = set()  # identities; what a hook has put in the place of a tensor may be anything
     for key, value in state.items():
         optimizer = inner(value)
         if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, InBackwardOptimizer):
             parameters[key] = {name for group in description.told.values[key]["groups"] for name in group["params"]}
             numbers.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            numbers.update(id(tensor) for states in optimizer.state.values() for tensor in states.values())
     everywhere = set[str]().union(*parameters.values())
     found: dict[str, torch.Tensor] = {}
     for name, held in description.held.items():
         key, _, rest = name.partition("/")
         is_state = rest.rpartition("/")[0] in parameters.get(key, ())
-        # What a hook has put in the place of a parameter may be anything.
-        is_parameter = name in everywhere and id(held.source) in numbers and not _is_computed_with(held.source)
-        if is_state or is_parameter:
+        is_parameter = name in everywhere and not _is_computed_with(held.source)
+        if (is_state or is_parameter) and id(held.source) in numbers:
             found[name] = held.source
     return found
 
 
 def _is_computed_with(parameter: torch.Tensor) -> bool:
-    """Whether forward computes with the very memory of a sharded parameter: a rank that has all of it makes no copy.
+    """Whether forward computes with the very memory of a sharded parameter: of a unit that no rank has a part of alone.
 
     A module that writes to what it computes with would change it, and the counter of the sharded one would not tell.
     """
-    return REGISTRY.owner(parameter) is not None and local_of(parameter).numel() == parameter.numel()
+    unit = REGISTRY.owner(parameter)
+    return unit is not None and any(flow.buffers.world.size == 1 for flow in unit.flows)
 
 
 def agree(ranks: Ranks, description: Description, digests: Sequence[bytes]) -> Shared:

@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ LATEST_FILE = "latest"
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
 _POINTER = re.compile(rf"\.{LATEST_FILE}\.([0-9a-f]+)", re.ASCII)
 _HIDDEN = re.compile(r"\.(step-(?:0|[1-9]\d{0,17}))\.([0-9a-f]+)\.(new|tmp|old|gone)", re.ASCII)
+_TOLD = 20  # steps in an error
 MAX_STEP = 10**18  # as many digits as a folder's name may have
 _LOG = logging.getLogger("fullshard")
 # Where a file system has no locks: after this long without a change a folder is taken for left.
@@ -197,14 +199,16 @@ def find(path: Path) -> Path:
 def _instead(path: Path) -> str:
     """What there is where no checkpoint is."""
     if not path.exists():
-        near = ", ".join(map(str, sorted(steps(path.parent)))) if path.parent.is_dir() else ""
-        return "there is no such folder" + (f"; {path.parent.absolute()} has steps {near}" if near else "")
-    forms = {"dcp": ".metadata", "hf": "*.safetensors"}
-    form = next((form for form, pattern in forms.items() if next(path.glob(pattern), None)), None)
+        near = sorted(steps(path.parent)) if path.parent.is_dir() else []
+        told = ", ".join([*(["..."] if near[:-_TOLD] else []), *map(str, near[-_TOLD:])])
+        return "there is no such folder" + (f"; {path.parent.absolute()} has steps {told}" if near else "")
     if path.is_file():
         return "it is a file, which `fullshard ckpt import` may make a checkpoint of"
+    forms = {"dcp": ".metadata", "hf": "*.safetensors"}
+    form = next((form for form, pattern in forms.items() if next(path.glob(pattern), None)), None)
     if form is not None:
-        return f"its files look as if `fullshard ckpt import {path} OUT --from {form}` could make a checkpoint of them"
+        command = f"fullshard ckpt import {shlex.quote(str(path))} OUT --from {form}"
+        return f"its files look as if `{command}` could make a checkpoint of them"
     return f"it has no {MANIFEST_FILE}, and no step-N in it has"
 
 

@@ -111,7 +111,7 @@ class Save:
             later = changed_by_steps(state, described[0]) if overlap else {}
             path = ranks.on_all(lambda: self._begin(copy, later), "begin")[0]
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         assert path is not None, "the first rank makes the folder"
         self._path = path
@@ -131,10 +131,13 @@ class Save:
         assert self._copies is not None
         return self._copies.finished
 
-    def _abandon(self) -> None:
-        """Remove the folder that this rank has made, if it was not published."""
+    def abandon(self) -> None:
+        """Remove the folder that this rank has made, if it was not published, and let nothing be copied any more."""
         if self._draft is not None:
             self._draft.abandon()
+        if self._copies is not None and not self._copies.finished.is_set():
+            with suppress(CheckpointError):  # nobody wants it
+                self._copies.finish()  # an accelerator must not write to memory that the next save gets
 
     def write(self) -> Path:
         """Write this rank's file, wait for the others', and publish; returns the folder.
@@ -147,7 +150,7 @@ class Save:
             reports = self._ranks.on_all(self._write_own, "write")
             path = self._ranks.on_first(lambda: self._publish(reports), "publish")
         finally:
-            self._abandon()
+            self.abandon()
         _LOG.info("saved %s", path)
         return path
 

@@ -20,7 +20,7 @@ from fullshard.runtime.collectives.once import packed, unpacked
 _Value = TypeVar("_Value")
 
 # Connections are made once for a set of ranks, and go with the job's process group.
-_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Messages]] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Messages | None]] = weakref.WeakKeyDictionary()
 # Its threads must have ended before the interpreter is torn down, or they end the process by SIGABRT.
 atexit.register(_MADE.clear)
 
@@ -50,11 +50,18 @@ class Messages:
         name = hashlib.blake2b(repr(self._ranks).encode(), digest_size=8).hexdigest()
         store = PrefixStore(f"fullshard/messages/{name}", dist.distributed_c10d._get_default_store())
         place, count = self._ranks.index(dist.get_rank()), len(self._ranks)
-        store.set(f"here/{place}", "")
+        keys = [f"here/{number}" for number in range(count)]
+        missing: list[int] = []
         try:
+            store.set(keys[place], "")
+            try:
+                # Gloo would try to reach a rank that has given up for five times as long as it may.
+                store.wait(keys, limit)
+            except RuntimeError:
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+                raise
             self._backend: Any = dist.ProcessGroupGloo(store, place, count, limit)
         except RuntimeError as error:
-            missing = [rank for number, rank in enumerate(ranks) if not store.check([f"here/{number}"])]
             where = f"rank {dist.get_rank()} waited for ranks {missing or self._ranks}"
             raise translate(error, call, where, limit.total_seconds(), missing or ranks) from error
         # From now on each wait has a limit of its own; this one is only not to end before any of them.
@@ -105,8 +112,12 @@ def messages_of(ranks: tuple[int, ...], call: Call, limit: timedelta) -> Message
     """Connections between these ranks, which all call this the first time. See `Messages`."""
     made = _MADE.setdefault(dist.group.WORLD, {})
     if ranks not in made:
+        made[ranks] = None  # until they are connected; others may have met half of it, so once is all
         made[ranks] = Messages(ranks, call, limit)
-    return made[ranks]
+    found = made[ranks]
+    if found is None:
+        raise CommunicationError(f"{call.op}: these ranks have failed to connect before; restart the job")
+    return found
 
 
 def limit_of(group: dist.ProcessGroup) -> timedelta:

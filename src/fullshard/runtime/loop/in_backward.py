@@ -10,6 +10,7 @@ import torch
 
 from fullshard.errors import MisuseError
 from fullshard.runtime.loop.flat import FlatOptimizer, Work, make_plan
+from fullshard.runtime.registry import REGISTRY
 from fullshard.runtime.unit import Unit
 
 _WHY = (
@@ -49,6 +50,7 @@ class InBackwardOptimizer(FlatOptimizer):
 
     def update_unit(self, unit: Unit) -> None:
         """The gradients of `unit` are complete: apply and free them."""
+        REGISTRY.about_to_write()
         work = self._work_of(unit)
         with torch.no_grad():
             self._update([work], [[] for _ in self.param_groups])
