@@ -385,6 +385,31 @@ def test_what_this_package_writes_waits(cluster: Cluster, tmp_path: Path) -> Non
     cluster.run(check_own_writers, tmp_path, world_size=2)
 
 
+@contextmanager
+def ctrl_c_in_the_wait(pending: checkpoint.PendingSave) -> Iterator[None]:
+    """Inside, whoever waits for a save is interrupted."""
+    waiting, wait = threading.Event(), pending._ended.wait
+
+    def noted(timeout: float | None = None) -> bool:
+        waiting.set()
+        return wait(timeout)
+
+    def interrupt() -> None:
+        assert waiting.wait(60)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pending._ended.wait = noted  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
+    signal.signal(signal.SIGINT, before)
+    pending._ended.wait = wait  # type: ignore[method-assign]
+
+
 def interrupt(rank: int, root: Path) -> list[str]:
     """Ctrl-C in the wait for a save: the save goes on, and its memory is not given away."""
     model = nn.Linear(2, 2)
@@ -394,16 +419,14 @@ def interrupt(rank: int, root: Path) -> list[str]:
     try:
         pending = checkpoint.async_save(root, {"model": model}, 1)
         for wait in (pending.result, lambda: checkpoint.load(root, {"model": model})):
-            timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
+            with ctrl_c_in_the_wait(pending):
                 wait()
-            timer.join()
             assert not pending.done()
         nn.init.zeros_(model.weight)
         gate.set()
         checkpoint.async_save(root, {"model": model}, 2).result()
     finally:
+        gate.set()
         saving.write_file = write
     values = []
     for number in (1, 2):
