@@ -84,8 +84,8 @@ def save(
             failed.
         CommunicationError: A rank is gone, or later than the time limit.
     """
-    ranks = Ranks.of(group)
-    return Save(ranks, _agreed(ranks, lambda: Where.checked(root, step, keep, overwrite)), state).write()
+    ranks, where = _agreed(group, lambda: Where.checked(root, step, keep, overwrite))
+    return Save(ranks, where, state).write()
 
 
 def async_save(
@@ -106,8 +106,7 @@ def async_save(
     Returns:
         The pending save; `result()` waits for it. Call it before the process group is destroyed.
     """
-    ranks = Ranks.of(group)
-    where = _agreed(ranks, lambda: Where.checked(root, step, keep, overwrite))
+    ranks, where = _agreed(group, lambda: Where.checked(root, step, keep, overwrite))
     return BACKGROUND.start(Save(ranks, where, state, BACKGROUND.copy))
 
 
@@ -131,13 +130,13 @@ def overlapped_save(
     Returns:
         The pending save.
     """
-    ranks = Ranks.of(group)
-    where = _agreed(ranks, lambda: Where.checked(root, step, keep, overwrite))
+    ranks, where = _agreed(group, lambda: Where.checked(root, step, keep, overwrite))
     return BACKGROUND.start(Save(ranks, where, state, BACKGROUND.copy, overlap=True))
 
 
-def _agreed(ranks: Ranks, where: Callable[[], Where]) -> Where:
-    """Where all ranks save to. First they wait for what is pending, and all raise its error if it failed on one."""
+def _agreed(group: dist.ProcessGroup | None, where: Callable[[], Where]) -> tuple[Ranks, Where]:
+    """Who saves, and where to. First they wait for what is pending, and all raise its error if it failed on one."""
+    ranks = Ranks.of(group)
 
     def prepare() -> Where:
         BACKGROUND.settle()
@@ -150,7 +149,7 @@ def _agreed(ranks: Ranks, where: Callable[[], Where]) -> Where:
                 f"ranks {ranks.members[0]} and {ranks.members[rank]} do not save the same: (step, keep, overwrite) are "
                 f"{found[0].terms} and {other.terms}. One of them may be a step ahead"
             )
-    return found[ranks.rank]
+    return ranks, found[ranks.rank]
 
 
 def load(

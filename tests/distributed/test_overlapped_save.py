@@ -200,6 +200,15 @@ def test_what_a_hook_puts_in_the_place_of_a_parameter_is_copied_at_once(tmp_path
         assert torch.equal(saved.tensor("model/0.weight"), before)
 
 
+def test_an_optimizer_may_keep_more_than_states_of_parameters(tmp_path: Path) -> None:
+    job = plain()
+    job[1].state["rounds"] = 3  # type: ignore[index,assignment]
+    checkpoint.overlapped_save(tmp_path, state_of(job), 1).result()
+    job[1].state["rounds"] = 0  # type: ignore[index,assignment]
+    checkpoint.load(tmp_path, state_of(job))
+    assert job[1].state["rounds"] == 3  # type: ignore[index]
+
+
 def test_what_a_hook_puts_in_the_place_of_a_state_is_copied_at_once(tmp_path: Path) -> None:
     job = plain()
     forward_backward(job, 0)

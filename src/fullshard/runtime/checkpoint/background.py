@@ -40,16 +40,13 @@ class PendingSave:
         self._taken = threading.Lock()  # by who ends it
 
     def start(self) -> None:
-        """Begin to write.
+        """Begin to write. If that raises, `give_up`: it may not have begun.
 
         Raises:
-            RuntimeError: There may be no more threads. Nothing is written.
+            RuntimeError: There may be no more threads.
         """
         try:
             self._thread.start()
-        except BaseException as error:
-            self.give_up(error)
-            raise
         finally:  # it may be interrupted while the thread runs already
             self._begin.set()
 

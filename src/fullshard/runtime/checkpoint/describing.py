@@ -98,7 +98,8 @@ def changed_by_steps(state: Mapping[str, Any], description: Description) -> dict
         if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, InBackwardOptimizer):
             parameters[key] = {name for group in description.told.values[key]["groups"] for name in group["params"]}
             numbers.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            numbers.update(id(tensor) for states in optimizer.state.values() for tensor in states.values())
+            states = [each for each in optimizer.state.values() if isinstance(each, Mapping)]  # it may hold more
+            numbers.update(id(tensor) for each in states for tensor in each.values())
     everywhere = set[str]().union(*parameters.values())
     found: dict[str, torch.Tensor] = {}
     for name, held in description.held.items():
@@ -111,7 +112,7 @@ def changed_by_steps(state: Mapping[str, Any], description: Description) -> dict
 
 
 def _is_computed_with(parameter: torch.Tensor) -> bool:
-    """Whether forward computes with the very memory of a sharded parameter: of a unit that no rank has a part of alone.
+    """Whether forward computes with the very memory of a sharded parameter: that of a unit which is not divided.
 
     A module that writes to what it computes with would change it, and the counter of the sharded one would not tell.
     """

@@ -108,8 +108,11 @@ class Save:
         self._copies: Copies | None = None
         self._draft: Draft | None = None
         try:
-            later = changed_by_steps(state, described[0]) if overlap else {}
-            path = ranks.on_all(lambda: self._begin(copy, later), "begin")[0]
+
+            def begin() -> Path | None:
+                return self._begin(copy, changed_by_steps(state, described[0]) if overlap else {})
+
+            path = ranks.on_all(begin, "begin")[0]
         except BaseException:
             self.abandon()
             raise
