@@ -345,10 +345,10 @@ def check_forward_that_writes(rank: int, root: Path, kind: str) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"head": ColwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
-        model.head.register_forward_pre_hook(lambda module, _: scale(module.weight))
     else:
         strategy = fullshard.ShardingStrategy.NO_SHARD if kind == "no shard" else None
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), sharding_strategy=strategy)
+    model.head.register_forward_pre_hook(lambda module, _: scale(module.weight))
     job = (model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     model(torch.arange(8)).square().sum().backward()
     step(job)
